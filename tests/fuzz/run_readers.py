@@ -15,8 +15,7 @@ from skylite.config.checkpoint import EvalConfig
 from skylite.config.loading import read_run_config
 from skylite.config.optim import OptimConfig
 from skylite.errors import DataError
-from skylite.loggers.follow import common_steps, numbers
-from skylite.loggers.journal import open_journal
+from skylite.loggers.follow import common_steps, numbers, open_journal
 from skylite.model.process_group import Dist
 from skylite.report.html import page_html
 from skylite.report.page_data import page_data

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from skylite.config.loading import read_run_config
-from skylite.loggers.follow import Follower
-from skylite.loggers.interface import LoggedSample, LoggerRun, NewFolder, Writer
-from skylite.loggers.journal import open_journal
+from skylite.loggers.follow import Follower, open_journal
+from skylite.loggers.writers import LoggedSample, LoggerRun, NewFolder, Writer
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.types import Call, Group, Message, Prompt, Trajectory
@@ -53,7 +52,7 @@ def set_accuracy(run: RunDir, version: int, accuracy: float) -> None:
     (run.evals / f"step-v{version:06d}.json").write_text(json.dumps(body))
 
 
-class MemoryWriter:
+class MemoryWriter(Writer):
     """Remembers what it gets."""
 
     can_go_back: ClassVar[bool] = True

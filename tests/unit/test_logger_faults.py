@@ -18,7 +18,7 @@ import pytest
 from skylite.cli.log import log
 from skylite.config.loading import read_run_config
 from skylite.errors import RunFailed
-from skylite.loggers import interface, logger_processes
+from skylite.loggers import logger_processes, writers
 from skylite.rollout import run_loggers
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.run_loggers import loggers_running
@@ -144,7 +144,7 @@ def test_logging_afterwards_counts_the_steps_that_a_logger_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_with(tmp_path, monkeypatch, "pass")
-    monkeypatch.setitem(interface.LIBRARIES, "wandb", ())
+    monkeypatch.setitem(writers.LIBRARIES, "wandb", ())
     with recorded_work() as found:
         log(run.root, "wandb")
         set_metrics(run, [0.1, 0.2, 0.3, 0.4, 0.5])
@@ -159,8 +159,8 @@ def test_logging_afterwards_says_as_json_what_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_with(tmp_path, monkeypatch, "raise ValueError('no quota')")
-    monkeypatch.setitem(interface.LIBRARIES, "wandb", ())
-    monkeypatch.setitem(interface.LIBRARIES, "swanlab", ())
+    monkeypatch.setitem(writers.LIBRARIES, "wandb", ())
+    monkeypatch.setitem(writers.LIBRARIES, "swanlab", ())
     with pytest.raises(RunFailed, match=r"Not logged to wandb: it .* ValueError: no quota"):
         log(run.root, "wandb,swanlab", as_json=True)
     facts = json.loads(capsys.readouterr().out)
@@ -191,7 +191,7 @@ def test_a_logger_that_cannot_start_is_reported(tmp_path: Path, monkeypatch: pyt
 
 def test_a_file_of_a_logger_cannot_fill_the_disk(tmp_path: Path) -> None:
     code = (
-        "from skylite.loggers.worker import limit_file_size\n"
+        "from skylite.loggers.follow import limit_file_size\n"
         "limit_file_size(1000)\n"
         f"file = open({str(tmp_path / 'big')!r}, 'wb', buffering=0)\n"
         "try:\n    while True: file.write(b'x' * 600)\n"

@@ -17,9 +17,9 @@ import pytest
 
 from skylite.config.loading import read_run_config
 from skylite.config.log import LoggerName
-from skylite.loggers.interface import LIBRARIES
-from skylite.loggers.journal import logged_steps
+from skylite.loggers.follow import logged_steps
 from skylite.loggers.logger_processes import start_logger
+from skylite.loggers.writers import LIBRARIES
 from skylite.processes.child import ProcessSpec, kill, start
 from skylite.run.folder_owner import require_own_folders, require_own_place
 from skylite.run.run_dir import RunDir

@@ -11,9 +11,9 @@ import pytest
 from skylite.cli.log import logger_names
 from skylite.config.loading import load_config
 from skylite.errors import ConfigError, DataError, WriteFailed
-from skylite.loggers import follow, interface
-from skylite.loggers.interface import LoggerRun, NewFolder
-from skylite.loggers.journal import open_journal
+from skylite.loggers import follow, writers
+from skylite.loggers.follow import open_journal
+from skylite.loggers.writers import LoggerRun, NewFolder
 from tests.unit.logger_cases import MemoryWriter, follower, log_once, logged_run, set_accuracy, set_metrics
 
 
@@ -159,9 +159,9 @@ def test_a_logger_leaves_the_rest_of_the_disk_to_the_run(
 
 
 def test_a_missing_library_is_one_sentence_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(interface.LIBRARIES, "wandb", ("no_such_package",))
+    monkeypatch.setitem(writers.LIBRARIES, "wandb", ("no_such_package",))
     with pytest.raises(ConfigError, match=r"wandb needs the package no_such_package.*`pip install 'wandb"):
-        interface.require_libraries(["wandb"])
+        writers.require_libraries(["wandb"])
 
 
 def test_names_of_loggers_are_checked() -> None:

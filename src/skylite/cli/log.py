@@ -13,9 +13,9 @@ from skylite.cli.options import AsJson, RunFolder, Verbose
 from skylite.config.loading import read_run_config
 from skylite.config.log import LOGGER_NAMES, LoggerName
 from skylite.errors import ConfigError, RunFailed
-from skylite.loggers.interface import require_libraries
-from skylite.loggers.journal import fingerprints
+from skylite.loggers.follow import fingerprints
 from skylite.loggers.logger_processes import count_steps, start_logger
+from skylite.loggers.writers import require_libraries
 from skylite.processes.child import poll
 from skylite.progress_reporting import long_work
 from skylite.run.folder_owner import require_own_place

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from skylite.config.log import LoggerName
 from skylite.errors import DataError, RunFailed
-from skylite.loggers.journal import logged_steps
+from skylite.loggers.follow import END, logged_steps
 from skylite.processes.child import Child, ProcessSpec, describe_exit, kill, log_tail, poll, start
 from skylite.progress_reporting import LongWork
 from skylite.run.run_dir import RunDir
@@ -27,10 +27,6 @@ ENV = {
     # python-dotenv reads .env of every folder above, such as /tmp, where others write.
     "PYTHON_DOTENV_DISABLED": "1",
 }
-
-
-END = "end"
-"""File in a logger's TMPDIR that asks it to end. A signal would kill it while it imports its library."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +83,7 @@ def count_steps(work: LongWork, processes: Sequence[LoggerProcess], steps: Mappi
 
 def start_logger(run: RunDir, name: LoggerName, *, keep_following: bool) -> LoggerProcess:
     """Start the process of a logger. Raises RunFailed."""
-    argv = [sys.executable, "-m", "skylite.loggers.worker", str(run.root), name]
+    argv = [sys.executable, "-m", "skylite.loggers.follow", str(run.root), name]
     spec = ProcessSpec(
         name=f"logger {name}",
         argv=[*argv, "--follow"] if keep_following else argv,

@@ -28,7 +28,7 @@ from skylite.engine.vllm.cpu_lora import choose_cpu_lora, engine_notes
 from skylite.engine.vllm.servable_models import check_build, check_lora, check_torchvision
 from skylite.errors import ConfigError
 from skylite.hub.resolve import ResolvedModel, resolve_model
-from skylite.loggers.interface import require_libraries
+from skylite.loggers.writers import require_libraries
 from skylite.notes import Note, log_notes, notes_of
 from skylite.processes.gpus import why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype, machine_facts, triton_note

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from skylite.errors import DataError
-from skylite.loggers.journal import fingerprints
+from skylite.loggers.follow import fingerprints
 from skylite.loggers.logger_processes import LoggerProcess, count_steps, start_loggers
 from skylite.processes.child import poll
 from skylite.progress_reporting import long_work

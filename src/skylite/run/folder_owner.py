@@ -98,7 +98,7 @@ def _links_out(root: Path, place: Path) -> Iterator[Path]:
     """`place` and the symbolic links below it that have a target outside of `root`.
 
     Leaves out what is in the folders of the loggers: their libraries leave links there (wandb, to its logs in
-    the user's cache), and skylite writes only new files to them (loggers/own_folder.py).
+    the user's cache), and skylite writes only new files to them (loggers/follow.py).
     """
     inside, of_loggers = os.path.realpath(root), RunDir(Path(root)).loggers
     if place.is_symlink() and not Path(os.path.realpath(place)).is_relative_to(inside):

@@ -161,7 +161,7 @@ class RunDir:
 
     @property
     def loggers(self) -> Path:
-        """Files of the experiment loggers, and which steps each has (loggers/journal.py)."""
+        """Files of the experiment loggers, and which steps each has (loggers/follow.py)."""
         return self.root / "loggers"
 
     @property
