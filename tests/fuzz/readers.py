@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 from skylite.adapters.import_adapter import read_warm_start
 from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import load_config, read_run_config
+from skylite.data.chat_tokenizer import load_tokenizer
 from skylite.data.prompts import FOOTER_KEY, read_prompts
-from skylite.data.tokenizer import load_tokenizer
 from skylite.hub.resolve import check_folder, safetensors_header, tensor_shapes
 from skylite.run.metrics_file import null_to_nan, read_metrics
 from skylite.run.rollout_file import mean_reward, read_rollouts, write_rollouts

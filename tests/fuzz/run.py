@@ -30,7 +30,7 @@ from tests.unit.bad_inputs import snapshot
 CPU_S = 20.0
 """Limit of CPU time for one file, here and in the sandbox. Other work of the machine does not count."""
 WALL_S = 240.0
-"""Limit for one file that waits. Longer than the limits of the sandbox (data/tokenizer.py)."""
+"""Limit for one file that waits. Longer than the limits of the sandbox (data/chat_tokenizer.py)."""
 MEMORY = 6 << 30
 ROOT = Path(__file__).resolve().parents[2]
 

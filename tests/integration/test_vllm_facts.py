@@ -13,7 +13,7 @@ import pytest
 
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
-from skylite.data.chat_template import ChatTemplate
+from skylite.data.chat_tokenizer import ChatTemplate
 from skylite.engine.vllm.servable_models import TABLE
 from skylite.engine.vllm.server_command import EngineSpec, engine_command, serve_command
 from skylite.resources.gpu_memory_plan import engine_memory

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skylite.config.train import TrainConfig
-from skylite.data.tokenizer import ChatTokenizer
+from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.engine.retrying_client import Engine
 from skylite.engine.vllm.client import VllmClient
 from skylite.environments.single_turn import SingleTurn

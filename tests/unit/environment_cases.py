@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
+from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer
 from skylite.engine.vllm.client import Sampling
 from skylite.environments.episodes_source import Episodes, episodes_running
 from skylite.environments.source import GroupRequest

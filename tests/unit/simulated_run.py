@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 
 from skylite.config.train import Resolved, TrainConfig
-from skylite.data.tokenizer import ChatTokenizer
+from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.vllm.client import Sampling
 from skylite.environments.single_turn import Scorer, SingleTurn

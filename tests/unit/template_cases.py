@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.config.train import TrainConfig
-from skylite.data.render_chats import JobRunner
+from skylite.data.chat_tokenizer_in_sandbox import JobRunner
 from skylite.engine.vllm.client import Sampling
 from skylite.environments.openai_server import OpenAIServer
 from skylite.environments.parse_reply import tool_format

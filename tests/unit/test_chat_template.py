@@ -14,9 +14,8 @@ from skylite.cli.prepare import prepare_data as prepare
 from skylite.config.loading import load_config
 from skylite.config.rollout import DataConfig
 from skylite.config.train import Resolved, RunConfig
-from skylite.data.chat_template import MAX_BYTES, ChatTemplate, read_template
+from skylite.data.chat_tokenizer import MAX_BYTES, ChatTemplate, load_tokenizer, read_template
 from skylite.data.prompts import read_prompts
-from skylite.data.tokenizer import load_tokenizer
 from skylite.engine.vllm.server_command import serve_command
 from skylite.errors import ConfigError, ModelError
 from skylite.run.run_dir import AdapterVersion

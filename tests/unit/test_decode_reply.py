@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
-from skylite.data.decode_reply import SPELLED, as_written, decode_reply
-from skylite.data.render_chats import JobRunner
+from skylite.data.chat_tokenizer_in_sandbox import SPELLED, JobRunner, as_written, decode_reply
 from skylite.environments.parse_reply import ParsedReply, parse_reply
 from skylite.environments.renderer import Renderer
 from skylite.environments.trajectory_log import TrajectoryLog

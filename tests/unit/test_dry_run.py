@@ -18,9 +18,8 @@ from skylite.adapters.target_modules import check_target_names
 from skylite.cli.train import ready_text
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
-from skylite.data.chat_template import ChatTemplate, run_template
+from skylite.data.chat_tokenizer import ChatTemplate, ChatTokenizer, load_tokenizer, run_template
 from skylite.data.prompts import PromptFileInfo, write_rows
-from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
 from skylite.engine.trainable_models import check_trainable
 from skylite.engine.vllm import servable_models
 from skylite.engine.vllm.servable_models import check_lora

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import read_run_config
 from skylite.config.train import TrainConfig
-from skylite.data.tokenizer import load_tokenizer
+from skylite.data.chat_tokenizer import load_tokenizer
 from skylite.errors import ConfigError, ModelError, RunFailed, SkyliteError, WriteFailed
 from skylite.export import plan as planning
 from skylite.export import weights as export_weights

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from skylite.data import tokenizer as tokenizers
-from skylite.data.chat_template import ChatTemplate
-from skylite.data.tokenizer import encode_prompts, load_tokenizer
+from skylite.data import chat_tokenizer as tokenizers
+from skylite.data.chat_tokenizer import ChatTemplate, encode_prompts, load_tokenizer
 from skylite.environments.chat_request import ApiError
 from skylite.environments.renderer import Renderer
 from skylite.errors import ChildDied, ModelError

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from skylite.config.train import RunConfig, TrainConfig
-from skylite.data.tokenizer import ChatTokenizer
+from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.model.packing import PackedTokens
 from skylite.model.policy import Policy, score
 from skylite.model.process_group import Dist

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from skylite.config.train import Resolved, TrainConfig
-from skylite.data.tokenizer import ChatTokenizer
+from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool, SyncReport
 from skylite.engine.vllm.client import Sampling

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from skylite.config.algorithm import AlgorithmConfig
-from skylite.data.decode_reply import special_tokens
-from skylite.data.encode_in_sandbox import Encoder
+from skylite.data.chat_tokenizer_in_sandbox import Encoder, special_tokens
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.model.packing import pack_tree
 from skylite.rollout.turn_metrics import turn_metrics
@@ -40,6 +39,25 @@ from tests.unit.template_conversations import (
 )  # fmt: skip
 
 DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "environments.md"
+
+
+@pytest.mark.parametrize("number", range(len(FAMILIES)), ids=[family.name for family in FAMILIES])
+def test_a_reply_to_learn_follows_its_prompt(number: int) -> None:
+    """Also in the families that render a reply elsewhere in the history, such as DeepSeek-R1's and GLM's."""
+    family, tokenizer = FAMILIES[number], tokenizer_of(number)
+    stops = [tokenizer.convert_tokens_to_ids(stop) for stop in family.stops]
+    encoder = Encoder(tokenizer, family.arguments, {}, True)
+    first = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
+    for chat in (
+        first,
+        [*first, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "No."}],
+    ):
+        ((prompt, reply),) = encoder("replies", [chat], stops)
+        assert [prompt] == encoder("chats", [chat[:-1]])
+        text = chat[-1]["content"] + family.stop
+        assert tokenizer.decode(reply).endswith(text)
+        assert tokenizer.decode(reply[:-1]).rstrip() != ""
+        assert [token for token in reply if token in stops] == [reply[-1]]
 
 
 @functools.cache

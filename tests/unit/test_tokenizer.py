@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from skylite.data.chat_template import ChatTemplate
-from skylite.data.encode_in_sandbox import PLAIN_TEMPLATE
-from skylite.data.tokenizer import NO_TEMPLATE, ChatTokenizer, load_tokenizer
+from skylite.data.chat_tokenizer import NO_TEMPLATE, ChatTemplate, ChatTokenizer, load_tokenizer
+from skylite.data.chat_tokenizer_in_sandbox import PLAIN_TEMPLATE
 from skylite.types import Message
 from tests.tiny_models import make_tiny_model
 
@@ -30,7 +29,7 @@ CHATS: list[list[Message]] = [
 LOAD = """
 import json, sys
 from pathlib import Path
-from skylite.data.tokenizer import load_tokenizer
+from skylite.data.chat_tokenizer import load_tokenizer
 tokenizer = load_tokenizer(Path(sys.argv[1]))
 print(json.dumps([m for m in ("torch", "transformers") if m in sys.modules]))
 """
@@ -54,6 +53,19 @@ def test_token_ids_are_those_of_transformers(loaded: ChatTokenizer, tiny_llama: 
     texts = ["a b", "", "#### 7"]
     assert loaded.encode_texts(texts) == [original.encode(t, add_special_tokens=False) for t in texts]
     assert original.eos_token_id in loaded.stop_token_ids
+
+
+def test_a_reply_follows_its_prompt_as_in_sampling(loaded: ChatTokenizer, tiny_llama: Path) -> None:
+    original = AutoTokenizer.from_pretrained(tiny_llama)
+    chats: list[list[Message]] = [[*chat, {"role": "assistant", "content": "48"}] for chat in CHATS]
+    for chat, prompt, (asked, reply) in zip(
+        chats, loaded.encode_chats(CHATS), loaded.encode_replies(chats), strict=True
+    ):
+        assert asked == prompt
+        full = original.apply_chat_template(chat, return_dict=False)  # as TRL does
+        assert full[: len(asked + reply)] == asked + reply
+        assert original.decode(full[len(asked + reply) :]).strip() == ""
+        assert reply[-1] in loaded.stop_token_ids
 
 
 def test_the_parent_imports_neither_transformers_nor_torch(tiny_llama: Path) -> None:
@@ -81,6 +93,9 @@ def test_a_model_without_a_template_gets_a_plain_one(tiny_llama: Path, tmp_path:
     tokenizer = load_tokenizer(tmp_path)
     original.chat_template = PLAIN_TEMPLATE
     assert tokenizer.encode_chats(CHATS) == expected(original)
+    ((_, reply),) = tokenizer.encode_replies([[*CHATS[0], {"role": "assistant", "content": "48"}]])
+    assert original.decode(reply[:-1]).strip() == "48"
+    assert reply[-1] == original.eos_token_id  # so that the model learns to stop
     assert "no chat template" in tokenizer.note
     tokenizer.close()
 

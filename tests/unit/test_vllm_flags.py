@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skylite.data.chat_template import ChatTemplate
+from skylite.data.chat_tokenizer import ChatTemplate
 from skylite.engine.vllm.server_command import engine_command, engine_env, serve_command, serve_env
 from tests import vllm_flags
 from tests.unit.test_engine_server import SPEC

@@ -20,7 +20,7 @@ import typer
 
 from skylite.adapters.folder import ServedAdapter, find_adapter
 from skylite.cli.options import WHICH, Model, Settings, Step, Verbose
-from skylite.data.chat_template import run_template
+from skylite.data.chat_tokenizer import run_template
 from skylite.data.prompts import first_messages, read_prompts
 from skylite.engine.vllm.chat_client import Chat, load_adapter, served_models
 from skylite.engine.vllm.context_length import context_length

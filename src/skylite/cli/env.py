@@ -17,9 +17,8 @@ from skylite.cli.help import Commands
 from skylite.cli.options import SETTINGS, AsJson, Verbose
 from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
-from skylite.data.chat_template import read_template
+from skylite.data.chat_tokenizer import load_tokenizer, read_template
 from skylite.data.prompts import read_prompts
-from skylite.data.tokenizer import load_tokenizer
 from skylite.engine.retrying_client import Engine
 from skylite.engine.vllm.server_command import BASE_NAME
 from skylite.engine.vllm.single_engine import run_on_engine, single_engine_spec

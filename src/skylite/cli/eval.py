@@ -31,7 +31,7 @@ from skylite.cli.options import (
 )
 from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
-from skylite.data.chat_template import ChatTemplate, read_template, run_template
+from skylite.data.chat_tokenizer import ChatTemplate, read_template, run_template
 from skylite.engine.retrying_client import Engine
 from skylite.engine.vllm.connections import open_files
 from skylite.engine.vllm.single_engine import run_on_engine, single_engine_spec

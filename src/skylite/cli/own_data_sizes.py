@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skylite.config.train import TrainConfig
-from skylite.data.chat_template import read_template
+from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, read_template
 from skylite.data.prompts import PromptFileInfo, read_prompts
-from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
 from skylite.data.user_examples import SYSTEMS
 from skylite.engine.vllm.context_length import context_length
 from skylite.hub.resolve import resolve_model

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from skylite.config.rollout import DataConfig, RolloutConfig
-from skylite.data.chat_template import read_template
+from skylite.data.chat_tokenizer import load_tokenizer, read_template, too_long
 from skylite.data.prompts import Chat, Pair, PreparedRow, read_info
-from skylite.data.tokenizer import load_tokenizer, too_long
 from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import resolve_model
 from skylite.types import Message, Prompt

@@ -28,7 +28,7 @@ import typer
 from skylite.adapters.folder import ServedAdapter, find_adapter
 from skylite.cli.chat import wait_ready
 from skylite.cli.options import Model, Settings, Step, Verbose
-from skylite.data.chat_template import ChatTemplate, run_template
+from skylite.data.chat_tokenizer import ChatTemplate, run_template
 from skylite.engine.vllm.chat_client import longest_sequence
 from skylite.engine.vllm.context_length import context_length
 from skylite.engine.vllm.plugin.api_key import KEY_VARIABLE

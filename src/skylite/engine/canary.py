@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from skylite.adapters.manifest import SEQUENCES_PER_VERSION, Canary, read_manifest
-from skylite.data.tokenizer import ChatTokenizer
+from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.engine.canary_bf16 import (
     MAX_VISIBLE,
     Scores,

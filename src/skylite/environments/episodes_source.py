@@ -16,7 +16,7 @@ from typing import Any
 
 from skylite.config.environment import EnvConfig
 from skylite.config.train import TrainConfig
-from skylite.data.tokenizer import ChatTokenizer
+from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.environments.chat import METRIC, Endpoint, Task
 from skylite.environments.episode_pool import (
     EpisodeFailed,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from skylite.data.decode_reply import as_written
+from skylite.data.chat_tokenizer_in_sandbox import as_written
 from skylite.untrusted_text import parse_json
 
 

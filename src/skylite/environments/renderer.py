@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skylite.data.render_chats import Job
+from skylite.data.chat_tokenizer_in_sandbox import Job
 from skylite.environments.chat_request import ApiError, ChatMessage
 from skylite.errors import ModelError
 from skylite.sandbox.sandbox import CallFailed

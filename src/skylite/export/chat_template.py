@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from skylite.data.chat_template import ChatTemplate
+from skylite.data.chat_tokenizer import ChatTemplate
 from skylite.errors import ModelError
 from skylite.run.files import write_json
 from skylite.untrusted_files import read_text

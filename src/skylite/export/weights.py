@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.adapters.import_adapter import CONFIG, WEIGHTS, read_warm_start
-from skylite.data.chat_template import run_template
+from skylite.data.chat_tokenizer import run_template
 from skylite.errors import ModelError
 from skylite.export.canary_check import Check, check_base, check_export
 from skylite.export.chat_template import write_template

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from skylite.data.chat_template import ChatTemplate
-from skylite.data.tokenizer import load_tokenizer
+from skylite.data.chat_tokenizer import ChatTemplate, load_tokenizer
 from skylite.environments.source import RolloutSource
 from skylite.evaluation.versions import ProblemSet
 from skylite.processes.child import Supervisor

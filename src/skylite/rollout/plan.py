@@ -18,9 +18,8 @@ from skylite.adapters.import_adapter import (
 )
 from skylite.adapters.target_modules import check_target_names
 from skylite.config.train import Resolved, RunConfig, TrainConfig
-from skylite.data.chat_template import read_template, template_notes
+from skylite.data.chat_tokenizer import load_tokenizer, read_template, template_notes
 from skylite.data.prompts import PromptFileInfo, read_prompts
-from skylite.data.tokenizer import load_tokenizer
 from skylite.engine.trainable_models import check_trainable
 from skylite.engine.vllm.connections import open_files
 from skylite.engine.vllm.context_length import check_context

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from skylite.config.train import TrainConfig
-from skylite.data.chat_template import ChatTemplate
-from skylite.data.tokenizer import ChatTokenizer, prompt_end, too_long
+from skylite.data.chat_tokenizer import ChatTemplate, ChatTokenizer, prompt_end, too_long
 from skylite.errors import DataError, ModelError
 from skylite.notes import Note, notes_of, warning
 from skylite.types import Message, Prompt

@@ -8,8 +8,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from skylite.data.chat_template import run_template
-from skylite.data.tokenizer import ChatTokenizer, load_tokenizer
+from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, run_template
 from skylite.engine.canary import canary_sequences
 from skylite.engine.engine_pool import EnginePool
 from skylite.environments.source import RolloutSource

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from skylite.config.train import TrainConfig
+from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.data.prompts import PromptFileInfo
-from skylite.data.tokenizer import ChatTokenizer
 from skylite.environments.episode_spec import check_episode_data
 from skylite.environments.episodes_source import episodes_running
 from skylite.environments.single_turn import SingleTurn

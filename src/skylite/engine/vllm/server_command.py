@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from skylite.config.engine import CpuLora
-from skylite.data.chat_template import ChatTemplate
+from skylite.data.chat_tokenizer import ChatTemplate
 from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER, SWITCH, exit_with_parent
 from skylite.engine.vllm.plugin import api_key as api_keys
 from skylite.errors import ModelError

@@ -1,26 +1,33 @@
-"""Prompts to token ids, once, with the chat template of the model. Completions are never re-tokenised.
+"""Chat messages to token ids, once, with the chat template of the model. Completions are never re-tokenised.
 
-Template and tokenizer are the model's: they run in a sandbox (data/encode_in_sandbox.py), with limits.
+Template and tokenizer are the model's: they run in a sandbox with limits
+(data/chat_tokenizer_in_sandbox.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from skylite.data.chat_template import ChatTemplate, check_args
-from skylite.data.render_chats import Job
-from skylite.errors import DataError, ModelError
+from skylite.config.rollout import DataConfig, TemplateValue
+from skylite.config.train import RunConfig
+from skylite.data.chat_tokenizer_in_sandbox import Job
+from skylite.errors import ConfigError, DataError, ModelError
 from skylite.hub.model_files import model_files
 from skylite.progress_reporting import long_work
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
 from skylite.types import Message, Prompt
-from skylite.untrusted_files import read_text
+from skylite.untrusted_files import open_file, read_text
 from skylite.untrusted_text import parse_json
 
+MAX_BYTES = 100_000
+"""An engine's command line holds the template of `skylite serve`, and Linux limits an argument to 128 KiB."""
 LIMITS = Limits(memory_bytes=2 << 30, cpu_s=60, wall_s=120.0, output_bytes=256 << 20)
 """For the prompts of one call."""
 PROMPTS_PER_CALL = 256
@@ -34,8 +41,78 @@ out of Jinja's sandbox, it could mix the conversations of this second, but neith
 NO_TEMPLATE = "the model has no chat template, so prompts are plain 'Question: ... Answer:' text"
 
 Encode = Callable[[str, Sequence[Any]], Any]
-"""("chats", lists of turns) or ("texts", texts) -> token ids of each. ("ends", lists of turns) -> the last
-characters of each."""
+"""("chats", lists of turns) or ("texts", texts) -> token ids of each. ("replies", lists of turns) -> ids of
+prompt and reply of each. ("ends", lists of turns) -> the last characters of each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTemplate:
+    """How prompts are rendered."""
+
+    text: str | None = None
+    """None: the model's own template."""
+    args: Mapping[str, TemplateValue] = field(default_factory=dict)
+    now: datetime | None = None
+    """The time that the template sees (strftime_now). None: the clock's."""
+
+
+def read_template(config: DataConfig) -> ChatTemplate:
+    """The template that the settings name. Raises ConfigError if its file cannot be used."""
+    if config.chat_template is None:
+        return ChatTemplate(args=config.template_args)
+    path = Path(config.chat_template)
+    try:
+        if not path.is_file():
+            raise ConfigError(
+                f"The chat template {path} is not a file.", "Give a file with a Jinja template."
+            )
+        with open_file(path) as stream:
+            content = stream.read(MAX_BYTES + 1)
+        text = content.decode()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path, or bytes that are not UTF-8
+        raise ConfigError(
+            f"The chat template {path} cannot be read: {error}.", "Give a UTF-8 file."
+        ) from None
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"The chat template {path} is larger than {MAX_BYTES} bytes.", "Shorten it.")
+    if "{" not in text:
+        raise ConfigError(
+            f"The chat template {path} has no Jinja expression, so every prompt would be the same.",
+            "Give a file with a Jinja template, such as a model's chat_template.jinja.",
+        )
+    return ChatTemplate(text=text, args=config.template_args)
+
+
+def run_template(recorded: RunConfig | None) -> ChatTemplate:
+    """The template of a run, as it was when the run started. None: no run, and the model's own template."""
+    if recorded is None:
+        return ChatTemplate()
+    return ChatTemplate(
+        text=recorded.resolved.chat_template,
+        args=recorded.config.data.template_args,
+        now=recorded.resolved.template_time,
+    )
+
+
+def template_notes(config: DataConfig) -> list[str]:
+    """Notes on a template and arguments that the user chose."""
+    notes = []
+    if config.chat_template is not None:
+        notes.append(f"prompts are rendered with the chat template {config.chat_template}")
+    if config.template_args:
+        notes.append(f"arguments of the chat template: {json.dumps(config.template_args)}")
+    return notes
+
+
+def _check_args(template: ChatTemplate, used: str, model: Path) -> None:
+    """Raise ConfigError for an argument that does not occur in `used`, the text of the template."""
+    unknown = [name for name in template.args if not re.search(rf"\b{re.escape(name)}\b", used)]
+    if unknown:
+        source = "data.chat_template" if template.text is not None else f"the chat template of {model}"
+        raise ConfigError(
+            f"data.template_args names {unknown[0]}, which {source} does not use: it would change nothing.",
+            "Remove it, or correct its name.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +134,18 @@ class ChatTokenizer:
 
     def encode_chats(self, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
         """Token ids of the turns of each chat, followed by the generation prompt."""
+        return self._in_parts("chats", chats)
+
+    def encode_replies(self, chats: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[int]]]:
+        """Token ids of chats that end with a reply: of the prompt, as by `encode_chats`, and of the reply
+        with its end-of-turn token, as the model would sample it.
+        """
+        return [(prompt, reply) for prompt, reply in self._in_parts("replies", chats)]
+
+    def _in_parts(self, what: str, chats: Sequence[Sequence[Message]]) -> list[Any]:
         starts = range(0, len(chats), PROMPTS_PER_CALL)
-        return [
-            ids
-            for s in starts
-            for ids in self.encode("chats", [list(c) for c in chats[s : s + PROMPTS_PER_CALL]])
-        ]
+        parts = ([list(chat) for chat in chats[s : s + PROMPTS_PER_CALL]] for s in starts)
+        return [ids for part in parts for ids in self.encode(what, part)]
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of plain texts, without special tokens."""
@@ -80,7 +163,7 @@ def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> Ch
     # A folder of the hub's cache links to its blobs.
     readable = [model_path, *(path.resolve() for path in model_files(model_path))]
     sandbox = Sandbox(
-        "skylite.data.encode_in_sandbox:make_encoder",
+        "skylite.data.chat_tokenizer_in_sandbox:make_encoder",
         str(model_path.resolve()),
         template.text,
         dict(template.args),
@@ -93,7 +176,7 @@ def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> Ch
     try:
         sandbox.start()
         facts = sandbox.call("facts", fresh=True)
-        check_args(template, str(facts["template"]), model_path)
+        _check_args(template, str(facts["template"]), model_path)
         stops = _stop_token_ids(model_path, facts["eos_token_id"])
     except CallFailed as error:
         sandbox.close()
@@ -111,7 +194,7 @@ def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> Ch
         )
     note = "" if facts["has_template"] or template.text else NO_TEMPLATE
     return ChatTokenizer(
-        _encoder(sandbox, model_path),
+        _encoder(sandbox, model_path, stops),
         stops,
         note,
         sandbox.close,
@@ -144,18 +227,23 @@ def too_long(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], limit: int) ->
     return found
 
 
-def _encoder(sandbox: Sandbox, model_path: Path) -> Encode:
+def _encoder(sandbox: Sandbox, model_path: Path, stops: tuple[int, ...]) -> Encode:
     def encode(what: str, items: Sequence[Any]) -> Any:
         try:
-            found = sandbox.call(what, list(items), fresh=True)
+            result = sandbox.call(what, list(items), stops, fresh=True)
         except CallFailed as error:
             raise ModelError(
                 f"The chat template or tokenizer of {model_path} {error} for {len(items)} prompts.",
                 "Correct its chat_template or data.chat_template, or use another model.",
             ) from None
-        if what != "ends" and not _are_token_ids(found, len(items)):
+        if what == "replies":
+            right = isinstance(result, list) and all(_are_token_ids(pair, 2) for pair in result)
+            right = right and len(result) == len(items)
+        else:
+            right = what == "ends" or _are_token_ids(result, len(items))
+        if not right:
             raise ModelError(f"The tokenizer of {model_path} returned no token ids.", "Use another model.")
-        return found
+        return result
 
     return encode
 

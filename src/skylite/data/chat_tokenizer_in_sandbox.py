@@ -1,0 +1,287 @@
+"""A model's chat template and tokenizer, as the sandbox runs them (data/chat_tokenizer.py): both are foreign.
+
+This process alone imports transformers. `Encoder` answers calls; for episodes it gets jobs. A job that fails
+gives {"error": text}, the others:
+    {"messages", "tools", "arguments"}            {"ids": token ids of the prompt, "thinks": whether it
+                                                  opens a reasoning block}
+    {the same, "reply": index, "ended": bool}     {"tail": token ids that follow the sampled reply, "thinks"},
+                                                  or {"ids", "thinks"} where the template does not show it
+    {"decode": token ids}                         {"text": text with special tokens, of decode_reply}
+    {"facts": arguments of the template}          {"template", "stops": texts}, if it renders a question
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+PLAIN_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}Question: {{ m['content'] }}\nAnswer:"
+    "{% elif m['role'] == 'assistant' %} {{ m['content'] }}\n\n"
+    "{% else %}{{ m['content'] }}\n\n{% endif %}{% endfor %}"
+)
+"""For base models without a chat template."""
+
+END_CHARACTERS = 80
+"""Of a rendered prompt, to see what stands before a completion."""
+MARK = "@@skylite-reply-7f3a@@"
+"""Stands for a reply in a rendered conversation, to find what the template puts after it."""
+CLOSING = ("<|end|>",)
+"""Tokens that close a turn in the history only. GPT-OSS samples <|return|> in their place."""
+Job = dict[str, Any]
+SPELLED = "\ufdd0"
+"""No character of Unicode. Where a model samples it, U+FFFD replaces it, as other bytes that are no text."""
+
+
+def make_encoder(
+    model_path: str, template: str | None, arguments: dict[str, Any], now: str | None = None
+) -> Encoder:
+    """Load the tokenizer.
+
+    `template`: text of a chat template instead of the model's own. `arguments`: of the template. `now`: the
+    time that the template sees, in ISO 8601; None: the clock's.
+    """
+    # Without torch: buys 330 MB while the run lasts, and 0.5 s of start. It stays because of the memory, more
+    # than 5 % of a trainer's (2.2 GiB for a 135M model). transformers then offers no models.
+    sys.modules["torch"] = None  # type: ignore[assignment]  # None makes the import fail
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    from transformers import AutoTokenizer
+
+    # Beside tekken.json transformers would take mistral-common, which knows no chat template.
+    tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False, mistral_format=False)
+    has_template = bool(tokenizer.chat_template)
+    tokenizer.chat_template = template or tokenizer.chat_template or PLAIN_TEMPLATE
+    # An argument hides transformers' own function of this name.
+    clock = {} if now is None else {"strftime_now": datetime.fromisoformat(now).strftime}
+    return Encoder(tokenizer, clock | arguments, clock, has_template)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """The function of the sandbox, for a loaded tokenizer."""
+
+    tokenizer: Any
+    arguments: dict[str, Any]
+    """Of the chat template."""
+    clock: dict[str, Any]
+    """Arguments for jobs, which bring the others."""
+    has_template: bool
+    """Whether the model has a chat template of its own."""
+
+    def __call__(self, what: str, items: Sequence[Any] = (), stop_token_ids: Sequence[int] = ()) -> Any:
+        """("facts"), ("chats", "ends" or "replies", lists of turns), ("texts", texts) or ("jobs", jobs).
+
+        "replies" and "jobs" need the end-of-turn tokens.
+        """
+        tokenizer = self.tokenizer
+        if what == "facts":
+            used = tokenizer.chat_template
+            return {
+                "has_template": self.has_template,
+                "eos_token_id": tokenizer.eos_token_id,
+                "hides_thinking": bool({"<think>", "</think>"} & {*tokenizer.all_special_tokens}),
+                "template": used if isinstance(used, str) else "\n".join(map(str, used.values())),
+            }
+        if what == "jobs":
+            stops = [tokenizer.convert_ids_to_tokens(i) for i in stop_token_ids]
+            return JobRunner(tokenizer, stops, self.clock)(items)
+        if what == "texts":
+            return [tokenizer.encode(text, add_special_tokens=False) for text in items]
+        if what == "replies":
+            return [self._prompt_and_reply(turns, stop_token_ids) for turns in items]
+        texts = [self._render(turns) for turns in items]
+        if what == "ends":
+            return [text[-END_CHARACTERS:] for text in texts]
+        return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+    def _render(self, turns: Sequence[Any], *, generation_prompt: bool = True) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            turns, add_generation_prompt=generation_prompt, tokenize=False, **self.arguments
+        )
+        return text
+
+    def _prompt_and_reply(self, turns: Sequence[Any], stops: Sequence[int]) -> list[list[int]]:
+        """Ids of the prompt, and of the last turn as the model would sample it, with one end-of-turn token.
+
+        Where the template does not render the reply directly after its prompt (which opens a reasoning block
+        that the history drops), the reply is its text.
+        """
+        prompt, full = self._render(turns[:-1]), self._render(turns, generation_prompt=False)
+        reply = full.removeprefix(prompt) if full.startswith(prompt) else turns[-1]["content"]
+        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in (prompt, reply)]
+        end = next((place for place, token in enumerate(ids[1]) if token in stops), None)
+        if end is not None:
+            return [ids[0], ids[1][: end + 1]]
+        eos = self.tokenizer.eos_token_id
+        return [ids[0], [*ids[1], stops[0] if eos is None else eos]]
+
+    def prepare(self) -> None:
+        """Compile the template and collect the special tokens once, before processes fork from this one.
+
+        A vocabulary with thousands of special tokens, such as Gemma's, takes a tenth of a second.
+        """
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        special_tokens(self.tokenizer)
+        if isinstance(self.tokenizer.chat_template, str):
+            _compile_jinja_template(self.tokenizer.chat_template)
+
+
+@dataclass(frozen=True, slots=True)
+class JobRunner:
+    """The function of jobs, for a loaded tokenizer."""
+
+    tokenizer: Any
+    stops: list[str]
+    """Texts of the end-of-turn tokens."""
+    clock: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the template that a job does not bring: the run's time."""
+
+    def __call__(self, jobs: Sequence[Job]) -> list[Job]:
+        return [_attempt(self.tokenizer, self.stops, job | {"clock": self.clock}) for job in jobs]
+
+
+def _attempt(tokenizer: Any, stops: list[str], job: Job) -> Job:
+    try:
+        if "facts" in job:
+            question = {"messages": [], "tools": None, "arguments": job["facts"], "clock": job["clock"]}
+            _render(tokenizer, question, [{"role": "user", "content": "Hello"}])
+            return {"template": str(tokenizer.chat_template), "stops": stops}
+        if "decode" in job:
+            return {"text": decode_reply(tokenizer, job["decode"])}
+        if "reply" in job and (tail := _tail(tokenizer, stops, job)) is not None:
+            return {"tail": tokenizer.encode(tail, add_special_tokens=False), "thinks": _opens_thinking(tail)}
+        text = _render(tokenizer, job, job["messages"])
+        return {"ids": tokenizer.encode(text, add_special_tokens=False), "thinks": _opens_thinking(text)}
+    except Exception as error:  # noqa: BLE001  # a template may raise anything; the caller gets the text
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _render(
+    tokenizer: Any, job: Job, messages: list[dict[str, Any]], *, generation_prompt: bool = True
+) -> str:
+    text: str = tokenizer.apply_chat_template(
+        messages,
+        tools=job["tools"],
+        add_generation_prompt=generation_prompt,
+        tokenize=False,
+        **job["clock"],
+        **job["arguments"],
+    )
+    return text
+
+
+def _opens_thinking(text: str) -> bool:
+    return text.rstrip().endswith("<think>")
+
+
+def _tail(tokenizer: Any, stops: list[str], job: Job) -> str | None:
+    """What the template puts between a sampled reply and the next one; None if it does not show the reply.
+
+    The reply's own text is not rendered again: MARK stands for it, because templates rewrite replies (they
+    drop reasoning, or write tool calls in another form).
+    """
+    messages, index = job["messages"], job["reply"]
+    before, after = messages[:index], messages[index + 1 :]
+    if messages[index].get("tool_calls") and (tail := _after_calls(tokenizer, stops, job)) is not None:
+        return tail
+    for reply in ({"role": "assistant", "content": MARK}, {**messages[index], "content": MARK}):
+        try:
+            text = _render(tokenizer, job, [*before, reply, *after])
+        except Exception:  # noqa: BLE001  # some templates refuse a tool's answer without its call
+            continue
+        _, mark, tail = text.rpartition(MARK)
+        if mark and (not reply.get("tool_calls") or _closed_by(tail, stops)):
+            return _without_stop(tail, stops) if job["ended"] else tail
+    return None
+
+
+def _after_calls(tokenizer: Any, stops: list[str], job: Job) -> str | None:
+    """The tail after a reply that calls tools, where the rendered reply begins the conversation.
+
+    Some templates put the results inside the turn of the calls, where MARK would be the wrong place.
+    """
+    messages, index = job["messages"], job["reply"]
+    try:
+        known = _render(tokenizer, job, messages[: index + 1], generation_prompt=False)
+        text = _render(tokenizer, job, messages)
+    except Exception:  # noqa: BLE001  # as above
+        return None
+    if not text.startswith(known):
+        return None
+    tail = text[len(known) :]
+    for stop in stops:
+        if known.rstrip().endswith(stop):
+            start = known.rindex(stop)
+            return text[start + len(stop) :] if job["ended"] else text[start:]
+    if _closed_by(tail, stops):
+        return _without_stop(tail, stops) if job["ended"] else tail
+    return None
+
+
+def _closed_by(tail: str, stops: list[str]) -> str:
+    """The token that ends the turn directly at the start of `tail`; empty if there is none.
+
+    So nothing of the reply is rendered a second time.
+    """
+    return next((stop for stop in [*stops, *CLOSING] if tail.lstrip().startswith(stop)), "")
+
+
+def _without_stop(tail: str, stops: list[str]) -> str:
+    """The tail after the end-of-turn token, for which the engine has sampled one already."""
+    stop = _closed_by(tail, stops)
+    return tail.lstrip()[len(stop) :] if stop else tail
+
+
+def decode_reply(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """The text, special tokens included, with SPELLED in what ordinary tokens spell.
+
+    A model can spell `</think>` in ordinary tokens without ending its reasoning. Where the vocabulary has the
+    text as one token, only that token counts: in the text of other tokens SPELLED stands after the first
+    character, so that no parser finds it there. A notation without a token of its own (the JSON of Llama 3's
+    tool calls, `<tool_call>` of SmolLM2) is ordinary text, and counts as text.
+    """
+    special, spelled = special_tokens(tokenizer)
+    parts, start, before = [], 0, None
+    for end in [*(i for i, token in enumerate(token_ids) if token in special), len(token_ids)]:
+        text = _text_after(tokenizer, before, list(token_ids[start:end])).replace(SPELLED, "\ufffd")
+        parts.append(spelled.sub(lambda m: m[0][0] + SPELLED + m[0][1:], text) if spelled else text)
+        if end < len(token_ids):
+            before = token_ids[end]
+            parts.append(special[before])
+        start = end + 1
+    return "".join(parts)
+
+
+def as_written(text: str) -> str:
+    """What the model wrote: the text without SPELLED."""
+    return text.replace(SPELLED, "")
+
+
+def _text_after(tokenizer: Any, before: int | None, token_ids: list[int]) -> str:
+    """The text of ordinary tokens. Some tokenizers drop the space at the start of a text, but not here."""
+    if not token_ids:
+        return ""
+    if before is None:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=False))
+    known = tokenizer.decode([before], skip_special_tokens=False)
+    return str(tokenizer.decode([before, *token_ids], skip_special_tokens=False)).removeprefix(known)
+
+
+@functools.lru_cache(maxsize=4)
+def special_tokens(tokenizer: Any) -> tuple[dict[int, str], re.Pattern[str] | None]:
+    """Id -> text of the tokens in brackets, and a pattern of their texts. Others are runs of spaces."""
+    added = {i: str(token.content) for i, token in tokenizer.added_tokens_decoder.items()}
+    special = {i: text for i, text in added.items() if re.fullmatch(r"[<\[].+[>\]]", text, re.DOTALL)}
+    return special, _any_of(special.values())
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
