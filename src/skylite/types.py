@@ -63,7 +63,7 @@ class Call:
     completion_token_ids: list[int]
     """[C] the sampled tokens, including the end-of-turn token if it was sampled."""
     sampling_logprobs: list[float]
-    """[C] in nats, under the sampling policy at the sampling temperature."""
+    """[C] in nats, under the sampling policy at the sampling temperature. Empty: a file held the tokens."""
     finish_reason: Literal["stop", "length"] = "stop"
     adapter_version: int = 0
     text: str = ""

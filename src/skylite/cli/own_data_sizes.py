@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, read_template
-from skylite.data.prompts import PromptFileInfo, read_prompts
+from skylite.data.prompts import PromptFileInfo
 from skylite.data.user_examples import SYSTEMS
 from skylite.engine.vllm.context_length import context_length
 from skylite.hub.resolve import resolve_model
 from skylite.notes import Note, notes_of
 from skylite.progress_reporting import long_work
 from skylite.rewards.right_completion import ANSWER, fill, is_made_up
+from skylite.rollout.sources import source_for
 from skylite.types import Prompt
 
 LONGEST = 256
@@ -40,7 +40,7 @@ CPU, GPU = Limits((20, 50), 32, 128), Limits((50, 200), 128, 512)
 def size_by_data(config: TrainConfig, *, gpu: bool) -> tuple[TrainConfig, list[Note]]:
     """Set the lengths and steps that nobody set, with a note on each. Raises DataError and ModelError."""
     limits = GPU if gpu else CPU
-    train, info = read_prompts(Path(config.data.path) / "train.parquet", tuple(config.data.difficulty))
+    train, info = source_for(config).read(config, "train")
     rollout: dict[str, int] = {}
     notes: list[str] = []
     given = config.rollout.model_fields_set

@@ -312,14 +312,14 @@ def print_settings(config: TrainConfig) -> None:
 
 def ready_text(plan: RunPlan) -> str:
     """The verdict of --dry-run: what the same command without it would do."""
-    rollout, last = plan.config.rollout, plan.config.num_steps
+    source, last = plan.config.source, plan.config.num_steps
     steps = f"steps {plan.first_step} to {last}" if plan.resumed else f"{last} steps"
-    epochs = last * rollout.prompts_per_step / len(plan.train)
+    epochs = last * plan.config.rollout.prompts_per_step / len(plan.train)
     warnings = sum(note.is_warning for note in plan.resolved.notes)
     verdict = f"ready, with {warnings} warning(s)" if warnings and not plan.resumed else "ready"
     return (
-        f"{verdict}: {steps}, {len(plan.train)} prompts ({rollout.prompts_per_step} prompts x "
-        f"{rollout.group_size} completions a step, {epochs:.2g} epochs), {len(plan.held_out)} held out; "
+        f"{verdict}: {steps}, {len(plan.train)} {source.rows} ({source.step} a step, {epochs:.2g} epochs), "
+        f"{len(plan.held_out)} held out; "
         "without --dry-run this command trains"
     )
 

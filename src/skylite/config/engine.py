@@ -14,8 +14,8 @@ CpuLora = Literal["merged", "dense", "stock"]
 class EngineConfig(Section):
     """The engines."""
 
-    num_engines: int = Field(1, ge=1)
-    """Number of engines."""
+    num_engines: int = Field(1, ge=0)
+    """Number of engines. algorithm.name=sft and dpo start none, so it is 0 there."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs of each server, which divides the model among them (GPU only). Must divide the attention heads."""
     gpus: list[Annotated[int, Field(ge=0)]] = []

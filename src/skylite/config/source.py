@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from skylite.config.train import TrainConfig
 
-SourceName = Literal["single-turn", "episodes"]
+SourceName = Literal["single-turn", "episodes", "offline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,10 @@ class SourceFacts:
     """The source of a run's groups, and how long its sequences may get."""
 
     name: SourceName
+    rows: str
+    """What the data holds."""
+    step: str
+    """What a step takes."""
     scored_by: str
     """What gives the rewards: a reward, or an environment."""
     scorers: Sequence[str]
@@ -45,9 +49,28 @@ class SourceFacts:
 def source_of(config: TrainConfig) -> SourceFacts:
     """The source that the settings choose."""
     rollout, env = config.rollout, config.env
+    both = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    limits = (
+        f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and "
+        f"rollout.max_completion_tokens={rollout.max_completion_tokens} allow"
+    )
+    if config.algorithm.source != "rollouts":  # it samples nothing, so no engine starts
+        return SourceFacts(
+            name="offline",
+            rows=config.algorithm.source,
+            step=f"{rollout.prompts_per_step} {config.algorithm.source}",
+            scored_by="learned from",
+            scorers=[config.algorithm.source],
+            max_sequence_tokens=both,
+            max_completion_tokens=None,
+            limits=limits,
+            shorter="rollout.max_completion_tokens",
+        )
     if env.episode:
         return SourceFacts(
             name="episodes",
+            rows="prompts",
+            step=f"{rollout.prompts_per_step} prompts x {rollout.group_size} episodes",
             scored_by="environment",
             scorers=[env.episode],
             max_sequence_tokens=env.max_tokens,
@@ -57,12 +80,13 @@ def source_of(config: TrainConfig) -> SourceFacts:
         )
     return SourceFacts(
         name="single-turn",
+        rows="prompts",
+        step=f"{rollout.prompts_per_step} prompts x {rollout.group_size} completions",
         scored_by="reward",
         scorers=config.reward.functions,
         weights=config.reward.weights,
-        max_sequence_tokens=rollout.max_prompt_tokens + rollout.max_completion_tokens,
+        max_sequence_tokens=both,
         max_completion_tokens=rollout.max_completion_tokens,
-        limits=f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} and "
-        f"rollout.max_completion_tokens={rollout.max_completion_tokens} allow",
+        limits=limits,
         shorter="rollout.max_completion_tokens",
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from skylite.config.algorithm import AlgorithmConfig, CriticConfig, ImportanceConfig
+from skylite.config.algorithm import SOURCES, AlgorithmConfig, CriticConfig, ImportanceConfig
 from skylite.config.base_section import Section
 from skylite.config.checkpoint import CheckpointConfig, EvalConfig, StopConfig
 from skylite.config.engine import CpuLora, EngineConfig
@@ -155,6 +155,32 @@ class TrainConfig(Section):
                 f"algorithm.updates_per_step={self.algorithm.updates_per_step} must divide "
                 f"rollout.prompts_per_step={self.rollout.prompts_per_step}, "
                 "so that every mini-batch holds complete groups."
+            )
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def start_no_engine_offline(cls, values: Any) -> Any:
+        algorithm = values.get("algorithm") if isinstance(values, dict) else None
+        if isinstance(algorithm, dict) and algorithm.get("name") in SOURCES:
+            none = {"engine": {"num_engines": 0}, "eval": {"limit": 0}}  # scores need an engine, too
+            sections = {name: values.get(name, {}) for name in none}
+            if all(isinstance(section, dict) for section in sections.values()):
+                return values | {name: section | none[name] for name, section in sections.items()}
+        return values
+
+    @model_validator(mode="after")
+    def check_source(self) -> Self:
+        is_offline = self.source.name == "offline"
+        if is_offline and self.env.episode:
+            raise ValueError(
+                f"algorithm.name={self.algorithm.name} learns from prepared rows and samples nothing, so it "
+                f"has no environment; drop env.episode={self.env.episode}, or choose another algorithm."
+            )
+        if not is_offline and self.engine.num_engines < 1:
+            raise ValueError(
+                f"engine.num_engines=0 leaves algorithm.name={self.algorithm.name} nothing to sample from; "
+                "use 1 or more."
             )
         return self
 

@@ -6,6 +6,8 @@ gives {"error": text}, the others:
                                                   opens a reasoning block}
     {the same, "reply": index, "ended": bool}     {"tail": token ids that follow the sampled reply, "thinks"},
                                                   or {"ids", "thinks"} where the template does not show it
+    {the same, "learned": indices of replies}     {"calls": [[prompt ids, reply ids], ...]}, a reply as the
+                                                  model would sample it: with its end-of-turn token
     {"decode": token ids}                         {"text": text with special tokens, of decode_reply}
     {"facts": arguments of the template}          {"template", "stops": texts}, if it renders a question
 """
@@ -155,6 +157,8 @@ def _attempt(tokenizer: Any, stops: list[str], job: Job) -> Job:
             return {"template": str(tokenizer.chat_template), "stops": stops}
         if "decode" in job:
             return {"text": decode_reply(tokenizer, job["decode"])}
+        if "learned" in job:
+            return {"calls": [_call(tokenizer, stops, job, index) for index in job["learned"]]}
         if "reply" in job and (tail := _tail(tokenizer, stops, job)) is not None:
             return {"tail": tokenizer.encode(tail, add_special_tokens=False), "thinks": _opens_thinking(tail)}
         text = _render(tokenizer, job, job["messages"])
@@ -175,6 +179,31 @@ def _render(
         **job["arguments"],
     )
     return text
+
+
+def _call(tokenizer: Any, stops: list[str], job: Job, index: int) -> list[list[int]]:
+    """The prompt before the reply at `index`, and the reply. Raises ValueError if they cannot be told apart.
+
+    What the template writes after the end-of-turn token, such as a newline, belongs to the next prompt.
+    """
+    messages = job["messages"]
+    prompt = _render(tokenizer, job, messages[:index])
+    text = _render(tokenizer, job, messages[: index + 1], generation_prompt=False)
+    content = str(messages[index]["content"]).strip()
+    if not text.startswith(prompt):
+        raise ValueError("the template does not show a reply right after its prompt")
+    reply = text[len(prompt) :]
+    start = reply.find(content)
+    if start < 0 or not content:
+        raise ValueError("the template does not show the text of a reply")
+    end = start + len(content)
+    if stop := _closed_by(reply[end:], stops):
+        end = reply.index(stop, end)
+    before = tokenizer.encode(prompt, add_special_tokens=False)
+    both = tokenizer.encode(prompt + reply[:end] + (stop or stops[0]), add_special_tokens=False)
+    if both[: len(before)] != before:
+        raise ValueError("the first token of a reply joins its prompt's last one")
+    return [before, both[len(before) :]]
 
 
 def _opens_thinking(text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from skylite.errors import ModelError, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 
 LOAD_ATTEMPTS = 2
+NOT_READ = CanaryReading(gap_max=math.nan, gap_mean=math.nan, base_distance=math.nan, projection=math.nan)
+"""Of a run without an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,8 @@ class EnginePool:
         """
         try:
             canary = (await asyncio.to_thread(read_manifest, adapter.path)).canary
+            if not self.engines:
+                return NOT_READ
             readings = await asyncio.gather(
                 *(verify(e, adapter, canary, self.tolerance, self._answers[e.name]) for e in self.engines)
             )

@@ -264,7 +264,7 @@ def divide_gpus(
         )
         return MemoryBudget(notes=[warning(f"memory: {unknown}")])
     sizes = [totals[i] for i in placement.engine_gpus]
-    kv_cache = kv_cache_bytes(config, engine, min(sizes))
+    kv_cache = kv_cache_bytes(config, engine, min(sizes)) if sizes else 0
     limits = [
         placement.free_bytes.get(i, totals[i])
         - placement.engine_gpus.count(i) * (engine.before_kv() + kv_cache)
@@ -274,11 +274,14 @@ def divide_gpus(
     fullest = placement.rank_gpus[limits.index(limit)]
     require_trainer(config, trainer, limit, gpus[fullest], placement)
     beside = placement.engine_gpus.count(fullest)
+    note = rank_note(config, trainer, limit, beside)
+    if not sizes:
+        return MemoryBudget(trainer_bytes=limit - trainer.process, notes=[note])
     return MemoryBudget(
         kv_cache_bytes=kv_cache,
         engine_share=engine_share(engine, kv_cache, max(sizes)),
         trainer_bytes=limit - trainer.process,
-        notes=[engine_note(config, engine, kv_cache), rank_note(config, trainer, limit, beside)],
+        notes=[engine_note(config, engine, kv_cache), note],
     )
 
 
@@ -392,9 +395,12 @@ def cpu_note(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory, 
     ranks, engines = config.trainer.num_ranks, config.engine.num_engines
     of_engines = engines * (engine.before_kv() + kv_cache)
     total = ranks * trainer.total(tokens) + of_engines
-    parts = (
+    beside = (
         f"{engines} engine(s) of {gib(engine.before_kv() + kv_cache)} ({engine.parts()}, KV cache "
-        f"{gib(kv_cache)}), {ranks} rank(s) of {gib(trainer.total(tokens))} at {tokens} tokens "
+        f"{gib(kv_cache)}), "
+    )
+    parts = (
+        f"{beside if engines else ''}{ranks} rank(s) of {gib(trainer.total(tokens))} at {tokens} tokens "
         f"({trainer.parts(tokens)})"
     )
     if total <= free:

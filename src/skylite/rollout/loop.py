@@ -273,7 +273,7 @@ async def verify_adapter(session: Session, adapter: AdapterVersion, load_s: floa
     started = time.monotonic()
     canary = await session.engines.verify(adapter)
     session.progress.event("adapter_verified", version=adapter.version)
-    session.progress.adapter_verified = canary.is_verified
+    session.progress.adapter_verified = None if math.isnan(canary.gap_max) else canary.is_verified
     return SyncReport(load_s=load_s, canary_s=time.monotonic() - started, canary=canary)
 
 

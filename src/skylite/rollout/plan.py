@@ -19,7 +19,6 @@ from skylite.adapters.import_adapter import (
 from skylite.adapters.target_modules import check_target_names
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.data.chat_tokenizer import load_tokenizer, read_template, template_notes
-from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.engine.trainable_models import check_trainable
 from skylite.engine.vllm.connections import open_files
 from skylite.engine.vllm.context_length import check_context
@@ -99,10 +98,10 @@ def plan_run(
         refuse_live(folder)
     check_folders(config, run)
     config, filter_note = without_foreign_filter(config, recipe, settings)
-    train, info = read_split(config, "train")
+    source = source_for(config)
+    train, info = source.read(config, "train")
     held_out = held_out_prompts(config)
     template = replace(read_template(config.data), now=datetime.now().replace(microsecond=0))
-    source = source_for(config)
     scored = source.allow(
         config,
         info,
@@ -165,8 +164,9 @@ def choose_model(config: TrainConfig) -> ResolvedModel:
     choose_dtype(config.model.dtype, device)
     check_device(config, device)
     check_network(config)
-    check_build(device)
-    check_torchvision()
+    if config.engine.num_engines:
+        check_build(device)
+        check_torchvision()
     model = resolve_model(config.model.name)
     check_trainable(model.path)
     return model
@@ -179,11 +179,16 @@ def resolve_choices(
     device = choose_device()
     dtype, dtype_note = choose_dtype(config.model.dtype, device)
     placement = place(config, device)
-    served_note = check_lora(model.path, device, config.lora)
     target_notes = check_target_names(model.path, config.lora)
     check_context(config, model.path)
     same_bits = config.trainer.deterministic
     cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path, deterministic=same_bits)
+    of_engines: list[Note | str | None] = []
+    if config.engine.num_engines:
+        of_engines = [
+            check_lora(model.path, device, config.lora),
+            *engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits),
+        ]
     memory = plan_memory(config, model.path, device, dtype, cpu_lora, placement)
     notes = notes_of(
         *notes,
@@ -192,10 +197,9 @@ def resolve_choices(
         dtype_note,
         *settings_notes(config),
         model.note,
-        served_note,
         *target_notes,
         triton_note(device),
-        *engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits),
+        *of_engines,
         *memory.notes,
     )
     if config.lora.from_adapter is not None:
@@ -240,14 +244,13 @@ def check_device(config: TrainConfig, device: str) -> None:
         )
 
 
-def read_split(config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
-    """Prompts of a split at the configured difficulty. Raises DataError."""
-    return read_prompts(Path(config.data.path) / f"{split}.parquet", difficulty=tuple(config.data.difficulty))
-
-
 def held_out_prompts(config: TrainConfig) -> list[Prompt]:
     """The first eval.limit problems of eval.split. Raises DataError."""
-    return read_split(config, config.eval.split)[0][: config.eval.limit] if config.eval.limit else []
+    return (
+        source_for(config).read(config, config.eval.split)[0][: config.eval.limit]
+        if config.eval.limit
+        else []
+    )
 
 
 def train_data_hash(config: TrainConfig) -> str:

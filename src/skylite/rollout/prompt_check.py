@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skylite.config.train import TrainConfig
@@ -40,19 +40,34 @@ def check_prompts(
     )
     limit = config.rollout.max_prompt_tokens
     counts = too_long(tokenizer, train, limit) | too_long(tokenizer, held_out, limit)
+    checked = fitting_prompts(config, train, held_out, counts, f"rollout.max_prompt_tokens={limit}")
+    return replace(checked, notes=[*notes, *checked.notes])
+
+
+def fitting_prompts(
+    config: TrainConfig,
+    train: Sequence[Prompt],
+    held_out: Sequence[Prompt],
+    counts: Mapping[str, int],
+    limit: str,
+) -> CheckedPrompts:
+    """The prompts without those in `counts`: id -> tokens. Raises DataError if long ones are not left out.
+
+    `limit`: the setting that they exceed, and its value.
+    """
     if counts and not config.data.filter_overlong_prompts:
         raise _too_long(counts, len(train) + len(held_out), limit)
-    left = without(train, counts), without(held_out, counts)
+    left, notes = (without(train, counts), without(held_out, counts)), list[Note]()
     if not left[0]:
         raise DataError(
-            f"Every training prompt has more than rollout.max_prompt_tokens={limit} tokens.",
+            f"Every training prompt has more than {limit} tokens.",
             f"Raise it; the longest has {max(counts.values())}.",
         )
     if counts:
-        notes += notes_of(
+        notes = notes_of(
             f"{len(train) - len(left[0])} of {len(train)} training prompts and "
             f"{len(held_out) - len(left[1])} of {len(held_out)} held-out ones have more than "
-            f"rollout.max_prompt_tokens={limit} tokens and are left out (data.filter_overlong_prompts)"
+            f"{limit} tokens and are left out (data.filter_overlong_prompts)"
         )
     return CheckedPrompts(train=left[0], held_out=left[1], dropped=sorted(counts), notes=notes)
 
@@ -124,10 +139,10 @@ def _renders(tokenizer: ChatTokenizer, turns: list[Message]) -> bool:
     return True
 
 
-def _too_long(counts: Mapping[str, int], total: int, limit: int) -> DataError:
+def _too_long(counts: Mapping[str, int], total: int, limit: str) -> DataError:
     longest = max(counts, key=lambda name: counts[name])
     return DataError(
-        f"{len(counts)} of {total} prompts have more than rollout.max_prompt_tokens={limit} tokens; the "
+        f"{len(counts)} of {total} prompts have more than {limit} tokens; the "
         f"longest ({longest}) has {counts[longest]}.",
         f"Raise it to {counts[longest]}, or leave them out with --set data.filter_overlong_prompts=true.",
     )

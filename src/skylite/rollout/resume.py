@@ -28,7 +28,6 @@ from skylite.rollout.plan import (
     RunPlan,
     check_device,
     held_out_prompts,
-    read_split,
     train_data_hash,
 )
 from skylite.rollout.prompt_check import without
@@ -59,7 +58,8 @@ def plan_resume(
     """
     recorded = read_run_config(run.config_path)
     config = change_config(recorded.config, overrides or {}, settings)
-    everything, info = read_split(config, "train")
+    source = source_for(config)
+    everything, info = source.read(config, "train")
     train = without(everything, recorded.resolved.dropped_prompts)
     config = accept_same_rewards(recorded.config, config, info, settings)
     config, _ = epochs_to_steps(config, len(train))
@@ -68,7 +68,7 @@ def plan_resume(
     check_network(config)
     placement = place_again(recorded, config)
     log_notes(placement.notes)
-    scored = source_for(config).allow(
+    scored = source.allow(
         config,
         info,
         data=Path(config.data.path),

@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
-from skylite.data.prompts import PromptFileInfo
+from skylite.data.prompts import Chat, Pair, PromptFileInfo, read_chats, read_pairs, read_prompts
 from skylite.environments.episode_spec import check_episode_data
 from skylite.environments.episodes_source import episodes_running
+from skylite.environments.offline_source import Offline
 from skylite.environments.single_turn import SingleTurn
 from skylite.environments.source import RolloutSource
 from skylite.notes import Note, notes_of
@@ -26,7 +27,7 @@ from skylite.processes.streams import printed_lines
 from skylite.rewards.components import load_components
 from skylite.rewards.worker_pool import RewardPool
 from skylite.rollout.allowed_programs import allow_episode, allow_rewards
-from skylite.rollout.prompt_check import CheckedPrompts, check_prompts, require_chats
+from skylite.rollout.prompt_check import CheckedPrompts, check_prompts, fitting_prompts, require_chats
 from skylite.rollout.reference_answers import check_references
 from skylite.rollout.reward_check import check_calls
 from skylite.rollout.reward_settings import apply_reward_settings
@@ -51,6 +52,9 @@ class ScoredData:
 
 class Source(Protocol):
     """A rollout source before it runs."""
+
+    def read(self, config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
+        """The rows of a split of data.path, and its footer. Raises DataError."""
 
     def allow(
         self,
@@ -99,6 +103,9 @@ class Source(Protocol):
 
 class SingleTurnSource:
     """One completion a trajectory, scored by reward functions."""
+
+    def read(self, config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
+        return read_prompts(split_path(config, split), difficulty=tuple(config.data.difficulty))
 
     def allow(
         self,
@@ -154,6 +161,9 @@ class SingleTurnSource:
 class EpisodesSource:
     """Programs that talk to the model in turns and give the reward themselves."""
 
+    def read(self, config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
+        return read_prompts(split_path(config, split), difficulty=tuple(config.data.difficulty))
+
     def allow(
         self,
         config: TrainConfig,
@@ -200,7 +210,78 @@ class EpisodesSource:
             yield source
 
 
-SOURCES: Mapping[str, Source] = {"single-turn": SingleTurnSource(), "episodes": EpisodesSource()}
+NO_HELD_OUT = (
+    "no held-out rows are scored during this run, because it starts no engine; "
+    "`skylite eval RUN --data DATA` scores its adapters"
+)
+
+
+class OfflineSource:
+    """Prepared chats or pairs. No engine, no reward."""
+
+    def read(self, config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
+        path = split_path(config, split)
+        if config.source.scorers == ["pairs"]:
+            pairs, info = read_pairs(path)
+            return [_prompt(pair, chosen=pair.chosen, rejected=pair.rejected) for pair in pairs], info
+        chats, info = read_chats(path)
+        return [_prompt(chat) for chat in chats], info
+
+    def allow(
+        self,
+        config: TrainConfig,
+        info: PromptFileInfo,
+        *,
+        data: Path,
+        named_by: Path | None,
+        settings: Sequence[str],
+        keep: Collection[str],
+    ) -> ScoredData:
+        return ScoredData(config=config, rewards=())
+
+    def check_rewards(self, scored: ScoredData, info: PromptFileInfo, train: Sequence[Prompt]) -> list[Note]:
+        return []
+
+    def check_prompts(
+        self,
+        tokenizer: ChatTokenizer,
+        config: TrainConfig,
+        model_path: Path,
+        train: Sequence[Prompt],
+        held_out: Sequence[Prompt],
+    ) -> CheckedPrompts:
+        limit = config.max_sequence_tokens
+        counts = Offline(config, tokenizer, model_path).too_long(train, limit)
+        name = f"rollout.max_prompt_tokens + rollout.max_completion_tokens={limit}"
+        fitting = fitting_prompts(config, train, held_out, counts, name)
+        return replace(fitting, notes=[*fitting.notes, Note(NO_HELD_OUT)])
+
+    @contextlib.asynccontextmanager
+    async def running(
+        self,
+        scored: ScoredData,
+        tokenizer: ChatTokenizer,
+        model_path: Path,
+        logs: Path,
+        supervisor: Supervisor,
+    ) -> AsyncIterator[RolloutSource]:
+        yield Offline(scored.config, tokenizer, model_path)
+
+
+def _prompt(row: Chat | Pair, **replies: str) -> Prompt:
+    return Prompt(id=row.id, messages=row.messages, answer="", source="", extra=replies)
+
+
+SOURCES: Mapping[str, Source] = {
+    "single-turn": SingleTurnSource(),
+    "episodes": EpisodesSource(),
+    "offline": OfflineSource(),
+}
+
+
+def split_path(config: TrainConfig, split: str) -> Path:
+    """The file of a split."""
+    return Path(config.data.path) / f"{split}.parquet"
 
 
 def source_for(config: TrainConfig) -> Source:

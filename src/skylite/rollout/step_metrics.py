@@ -46,7 +46,32 @@ class StepTimings:
 def step_metrics(
     step: int, sampled: SampledStep, update: dict[str, Any], report: SyncReport, times: StepTimings
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl: rollouts, trainer, adapter sync. Rewards are scores without penalties."""
+    """One line of metrics.jsonl: rollouts, trainer, adapter sync."""
+    trajectories = [t for g in sampled.groups for t in g.trajectories]
+    trainer_canary_s = update["time/canary_s"]
+    return {
+        "step": step,
+        "adapter/version": step,
+        "completion/tokens_mean": statistics.fmean(t.num_tokens for t in trajectories),
+        **(sampling_metrics(step, sampled, report, times) if was_sampled(trajectories) else {}),
+        **(turn_metrics(trajectories) if has_turns(trajectories) else {}),
+        "rollout/stored": float(sampled.stored),
+        "time/rollout_s": times.rollout_s,
+        "time/load_s": report.load_s,
+        "time/step_s": times.step_s,
+        "time/sync_s": times.sync_s,
+        "time/overlap_s": times.overlap_s,
+        "time/overhead_s": times.overhead_s,
+        **update,
+        "time/canary_s": trainer_canary_s + report.canary_s,
+        "sync/publish_and_load_frac": (update["time/publish_s"] + report.load_s) / times.step_s,
+    }
+
+
+def sampling_metrics(
+    step: int, sampled: SampledStep, report: SyncReport, times: StepTimings
+) -> dict[str, Any]:
+    """Metrics of engines and what they sampled. Rewards are scores without penalties."""
     trajectories = [t for g in sampled.groups for t in g.trajectories]
     left_out = [t for g in sampled.left_out for t in g.trajectories]
     tokens = [t.num_tokens for t in trajectories]
@@ -54,10 +79,7 @@ def step_metrics(
     mean, deviation = mean_and_std([t.reward for t in trajectories])
     sampled_mean, _ = mean_and_std([t.reward for t in trajectories + left_out])
     staleness = [step - 1 - s.adapter_version for t in trajectories for s in t.calls]
-    trainer_canary_s = update["time/canary_s"]
     return {
-        "step": step,
-        "adapter/version": step,
         "reward/mean": mean,
         "reward/std": deviation,
         "reward/right_frac": statistics.fmean(t.first_score == 1.0 for t in trajectories),
@@ -71,24 +93,17 @@ def step_metrics(
         "groups/zero_std_sampled_frac": sampled.zero_std_frac,
         "groups/missing": sampled.missing,
         "groups/dropped": sampled.dropped,
-        "completion/tokens_mean": statistics.fmean(tokens),
         "completion/truncated_frac": statistics.fmean(t.is_truncated for t in trajectories),
-        **(turn_metrics(trajectories) if has_turns(trajectories) else {}),
-        "rollout/stored": float(sampled.stored),
         "perf/completion_tokens_per_s": math.nan if sampled.stored else num_sampled / times.rollout_s,
         "staleness/mean": statistics.fmean(staleness),
         "staleness/max": max(staleness),
-        "time/rollout_s": times.rollout_s,
-        "time/load_s": report.load_s,
-        "time/step_s": times.step_s,
-        "time/sync_s": times.sync_s,
-        "time/overlap_s": times.overlap_s,
-        "time/overhead_s": times.overhead_s,
         **report.canary.as_metrics(),
-        **update,
-        "time/canary_s": trainer_canary_s + report.canary_s,
-        "sync/publish_and_load_frac": (update["time/publish_s"] + report.load_s) / times.step_s,
     }
+
+
+def was_sampled(trajectories: Sequence[Trajectory]) -> bool:
+    """Whether an engine sampled the trajectories, and not a file held them."""
+    return any(call.sampling_logprobs for t in trajectories for call in t.calls)
 
 
 def has_turns(trajectories: Sequence[Trajectory]) -> bool:

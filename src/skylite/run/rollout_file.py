@@ -139,7 +139,7 @@ def _trajectory(path: Path, rows: list[dict[str, Any]]) -> Trajectory:
 
 def _call(path: Path, place: str, row: dict[str, Any]) -> Call:
     num_tokens = len(row["completion_token_ids"])
-    if not row["prompt_token_ids"] or not num_tokens or len(row["sampling_logprobs"]) != num_tokens:
+    if not row["prompt_token_ids"] or not num_tokens or len(row["sampling_logprobs"]) not in (0, num_tokens):
         raise _unusable(
             path,
             f"{place} has a call with {len(row['prompt_token_ids'])} prompt tokens, "

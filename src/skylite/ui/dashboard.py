@@ -23,6 +23,7 @@ from skylite.ui.live_panel import (
     has_partial_rewards,
     seconds_left,
     version_name,
+    was_sampled,
 )
 from skylite.ui.logs import ON_PANEL, lines_on_screen, shows_info
 
@@ -94,6 +95,11 @@ class Screen:
 def step_line(history: Sequence[Mapping[str, Any]], num_steps: int) -> str:
     """The last step of `history` in one line, for logs, with the time left when it ended."""
     m, left = history[-1], seconds_left(history, num_steps)
+    ending = [] if left is None else [f"about {duration(left)} left"]
+    if not was_sampled([m]):
+        loss, train_s = number(m, "loss/policy"), number(m, "time/train_s")
+        parts = (f"step {m['step']}/{num_steps}", f"loss {loss:.4f}", f"train {train_s:.1f} s")
+        return "  ".join((*parts, version_name(m), *ending))
     tokens = number(m, "perf/completion_tokens_per_s")
     sample = f"sample {number(m, 'time/rollout_s'):.1f} s ({tokens:.0f} tok/s)"
     right = f"right {100 * number(m, 'reward/right_frac'):.1f} %"
@@ -110,6 +116,6 @@ def step_line(history: Sequence[Mapping[str, Any]], num_steps: int) -> str:
             f"canary {number(m, 'canary/gap_max'):.1e} ({verdict_of(m.get('canary/verified'))})",
             f"mismatch {number(m, 'mismatch/logprob_diff_mean'):.1e}",
             version_name(m),
-            *([] if left is None else [f"about {duration(left)} left"]),
+            *ending,
         )
     )

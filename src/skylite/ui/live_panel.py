@@ -148,8 +148,12 @@ def progress_bar(state: ScreenState, width: int) -> Text:
 
 
 def reward_curve(state: ScreenState, width: int, height: int) -> list[Text]:
-    """The mean reward of each step. The full width stands for all steps, so the curve grows to the right."""
-    rewards = [number(m, "reward/mean") for m in state.history]
+    """The mean reward of each step, or its loss where nothing is sampled.
+
+    The full width stands for all steps, so the curve grows to the right.
+    """
+    name = "reward" if was_sampled(state.history) else "loss"
+    rewards = [number(m, "reward/mean" if name == "reward" else "loss/policy") for m in state.history]
     best = max(filter(math.isfinite, rewards), default=math.nan)
     summary = Text.assemble(
         (f"{rewards[-1]:.3f}", "bold yellow"), (f"  first {rewards[0]:.3f}  best {best:.3f}", "dim")
@@ -158,8 +162,8 @@ def reward_curve(state: ScreenState, width: int, height: int) -> list[Text]:
     drawn = [Text(line, "yellow") for line in stretched(rewards, room, state.num_steps, height)]
     drawn[-1] = Text.assemble(drawn[-1], "  ", summary)
     low = min(filter(math.isfinite, rewards), default=math.nan)
-    top, bottom = f"{best:>{LABEL_WIDTH - 1}.3g}", f"reward {low:>{LABEL_WIDTH - 8}.2g}"
-    labels = [top, *[""] * (height - 2), bottom] if height > 1 else ["reward"]
+    top, bottom = f"{best:>{LABEL_WIDTH - 1}.3g}", f"{name} {low:>{LABEL_WIDTH - len(name) - 2}.2g}"
+    labels = [top, *[""] * (height - 2), bottom] if height > 1 else [name]
     return [labelled(label, line) for label, line in zip(labels, drawn, strict=True)]
 
 
@@ -201,8 +205,8 @@ def stretched(values: Sequence[float], room: int, num_steps: int, height: int) -
 def _last_rows(state: ScreenState, width: int) -> list[Text]:
     m = state.history[-1]
     right, tokens = number(m, "reward/right_frac"), number(m, "perf/completion_tokens_per_s")
-    speed = f"{tokens:.0f} tokens/s sampled" if math.isfinite(tokens) else "sampled before"
-    speed += f", {number(m, 'time/step_s'):.1f} s per step"
+    sampled = f"{tokens:.0f} tokens/s sampled, " if math.isfinite(tokens) else "sampled before, "
+    speed = f"{sampled if was_sampled([m]) else ''}{number(m, 'time/step_s'):.1f} s per step"
     for key, what in (("mem/rss_peak_bytes", "peak memory"), ("mem/gpu_peak_bytes", "on the GPU")):
         if math.isfinite(memory := number(m, key)):
             speed += f", {memory / 2**30:.1f} GiB {what}"
@@ -224,6 +228,11 @@ def version_name(m: Mapping[str, Any]) -> str:
     """Such as v12."""
     version = number(m, "adapter/version")
     return f"v{int(version)}" if math.isfinite(version) else "v?"
+
+
+def was_sampled(history: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the steps learned from what an engine sampled, and not from prepared rows."""
+    return any("reward/mean" in m for m in history) or not any("loss/policy" in m for m in history)
 
 
 def has_partial_rewards(history: Sequence[Mapping[str, Any]]) -> bool:

@@ -56,7 +56,7 @@ async def engines_for_modules(
     wanted: list[str],
 ) -> AsyncIterator[list[Engine]]:
     """Yield the engines once they serve. Restarts them unless they were started for the `wanted` modules."""
-    if started_for == wanted:
+    if started_for == wanted or not watchdogs:
         async with engines_kept_alive(watchdogs, supervisor) as engines:
             yield engines
         return

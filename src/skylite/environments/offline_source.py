@@ -1,0 +1,151 @@
+"""Groups from prepared rows: chats to learn, or pairs of a better and a worse reply. Nothing is sampled.
+
+A chat is a group of one trajectory, with a call for each reply of the assistant. A pair is a group of two
+trajectories of one call: the chosen reply, with reward 1, and the rejected one, with reward 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skylite.config.train import TrainConfig
+from skylite.data.chat_tokenizer import PROMPTS_PER_CALL, ChatTokenizer
+from skylite.data.chat_tokenizer_in_sandbox import Job
+from skylite.environments.source import GroupRequest, OnGroup
+from skylite.errors import DataError, ModelError
+from skylite.progress_reporting import long_work
+from skylite.sandbox.sandbox import CallFailed
+from skylite.types import Call, Group, Message, Prompt, Trajectory
+from skylite.untrusted_text import plain
+
+CHOSEN, REJECTED = "chosen", "rejected"
+"""Names of the replies in a pair's `Prompt.extra`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedReply:
+    """A reply as the model would sample it."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    """With the end-of-turn token."""
+    text: str
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Offline:
+    """The rows of the steps, rendered with the model's chat template."""
+
+    config: TrainConfig
+    tokenizer: ChatTokenizer
+    model_path: Path
+
+    async def sample(
+        self, prompts: Sequence[Prompt], request: GroupRequest, on_group: OnGroup = lambda _: None
+    ) -> list[Group]:
+        """See RolloutSource."""
+        rendered = await asyncio.to_thread(self.render, prompts)
+        groups = []
+        for prompt, trajectories in zip(prompts, rendered, strict=True):
+            groups.append(_group(prompt, trajectories, request.version))
+            on_group(groups[-1])
+        return groups
+
+    def render(self, prompts: Sequence[Prompt]) -> list[list[list[LearnedReply]]]:
+        """[rows][trajectories][replies]. Raises DataError for a row whose replies cannot be found."""
+        jobs = [[self._job(prompt, chat) for chat in _chats(prompt)] for prompt in prompts]
+        results = self._run([job for of_prompt in jobs for job in of_prompt])
+        return [
+            [_replies(prompt, job, next(results)) for job in of_prompt]
+            for prompt, of_prompt in zip(prompts, jobs, strict=True)
+        ]
+
+    def _job(self, prompt: Prompt, chat: list[Message]) -> Job:
+        last = len(chat) - 1
+        learned = [last] if CHOSEN in prompt.extra else _replies_of(chat)
+        arguments = dict(self.config.data.template_args)
+        return {"messages": chat, "tools": None, "arguments": arguments, "learned": learned}
+
+    def _run(self, jobs: Sequence[Job]) -> Iterator[Any]:
+        for start in range(0, len(jobs), PROMPTS_PER_CALL):
+            try:
+                yield from self.tokenizer.run_jobs(jobs[start : start + PROMPTS_PER_CALL])
+            except CallFailed as error:
+                raise ModelError(
+                    f"The chat template of {self.model_path} {error}.", "Correct it, or use another model."
+                ) from None
+
+    def too_long(self, prompts: Sequence[Prompt], limit: int) -> dict[str, int]:
+        """Id -> tokens of each row with more than `limit`. Renders every row, as training will."""
+        counts = {}
+        with long_work("counting the tokens of rows", total=len(prompts)) as work:
+            for start in range(0, len(prompts), PROMPTS_PER_CALL):
+                part = prompts[start : start + PROMPTS_PER_CALL]
+                for prompt, trajectories in zip(part, self.render(part), strict=True):
+                    counts[prompt.id] = max(r.num_tokens for replies in trajectories for r in replies)
+                work.advance(len(part))
+        return {name: count for name, count in counts.items() if count > limit}
+
+
+def _chats(prompt: Prompt) -> Iterator[list[Message]]:
+    """The conversations of a row, each with a reply at its end."""
+    if CHOSEN not in prompt.extra:
+        yield prompt.messages
+        return
+    for name in (CHOSEN, REJECTED):
+        yield [*prompt.messages, {"role": "assistant", "content": prompt.extra[name]}]
+
+
+def _replies_of(chat: Sequence[Message]) -> list[int]:
+    return [index for index, message in enumerate(chat) if message["role"] == "assistant"]
+
+
+def _replies(prompt: Prompt, job: Job, found: Any) -> list[LearnedReply]:
+    calls: Any = found.get("calls") if isinstance(found, dict) else None
+    if not _are_calls(calls):
+        error = found.get("error") if isinstance(found, dict) else "it gave no tokens"
+        reason = plain(str(error)).removeprefix("ValueError: ")
+        raise DataError(
+            f"The chat template cannot show the replies of row {prompt.id} exactly: {reason}.",
+            "Correct or delete the row, or choose another template (data.chat_template).",
+        )
+    texts = [job["messages"][index]["content"] for index in job["learned"]]
+    return [LearnedReply(prompt_ids, ids, text) for (prompt_ids, ids), text in zip(calls, texts, strict=True)]
+
+
+def _are_calls(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(call, list)
+        and len(call) == 2
+        and all(isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids) for ids in call)
+        for call in value
+    )
+
+
+def _group(prompt: Prompt, trajectories: Sequence[Sequence[LearnedReply]], version: int) -> Group:
+    question = prompt.messages if CHOSEN in prompt.extra else prompt.messages[:-1]
+    return Group(
+        prompt=Prompt(id=prompt.id, messages=question, answer="", source=prompt.source),
+        trajectories=tuple(
+            Trajectory(calls=tuple(_call(r, version) for r in replies), reward=reward)
+            for replies, reward in zip(trajectories, (1.0, 0.0), strict=False)
+        ),
+    )
+
+
+def _call(reply: LearnedReply, version: int) -> Call:
+    return Call(
+        prompt_token_ids=reply.prompt_token_ids,
+        completion_token_ids=reply.token_ids,
+        sampling_logprobs=[],
+        adapter_version=version,
+        text=reply.text,
+    )
