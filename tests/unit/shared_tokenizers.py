@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from skylite.data import tokenizer
+from skylite.data import chat_tokenizer
 from skylite.hub import bundled_smollm2
 from skylite.sandbox.sandbox import Sandbox
 
@@ -61,6 +61,6 @@ def shared_tokenizers() -> Iterator[None]:
 
     found = bundled_smollm2.converted_folder
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer, "Sandbox", Kept)
+        patch.setattr(chat_tokenizer, "Sandbox", Kept)
         patch.setattr(bundled_smollm2, "converted_folder", converted_folder)
         yield
