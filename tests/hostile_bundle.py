@@ -20,7 +20,7 @@ import pytest
 
 from skylite.data.prompts import PromptFileInfo, write_rows
 from skylite.run.files import sha256_file
-from skylite.run.folder_owner import MARK_NAME
+from skylite.run.own_folders import MARK_NAME
 from skylite.run.run_dir import RunDir
 from tests.engines import write_random_adapter
 from tests.rows import random_samples

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from skylite.untrusted_text import plain
@@ -151,3 +153,12 @@ def write_failed(error: OSError, path: Path | None = None) -> WriteFailed:
         f"{where or 'A file'} could not be written: {reason}{code}{other}. Its previous content is intact.",
         _WRITE_HINTS.get(error.errno or 0, "Check the disk and the path's permissions."),
     )
+
+
+@contextmanager
+def convert_os_errors(path: Path) -> Iterator[None]:
+    """Convert an OSError inside the block to a WriteFailed that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise write_failed(error, path) from error

@@ -129,7 +129,7 @@ def _call_problem(function: Callable[..., Any] | None) -> str:
 def check_function(spec: str, kind: FunctionKind) -> None:
     """Check FILE.py:function without running the file, which may import torch. Raises ConfigError.
 
-    A function that the file imports or makes at run time passes; `load_function` checks that one.
+    `load_function` checks its arguments.
     """
     path, name = _find_file(spec, kind)
     try:
@@ -141,11 +141,6 @@ def check_function(spec: str, kind: FunctionKind) -> None:
         ) from None
     if not any(_binds(node, name) for node in ast.walk(tree)):
         raise _no_function(path, name, kind)
-    for node in tree.body:
-        if not isinstance(node, ast.FunctionDef) or node.name != name or node.decorator_list:
-            continue
-        if not _takes_two(node.args):
-            raise _wrong_arguments(path, name, kind, f"it takes ({ast.unparse(node.args)})")
 
 
 def import_file(path: Path, what: str, sha256: str | None = None) -> ModuleType:
@@ -190,10 +185,10 @@ class UserCodeFailed(Exception):
 
 
 class ProcessExit(BaseException):
-    """A user's code would end skylite without an error, by os._exit or os.execv."""
+    """A user's code would end skylite without an error, by os._exit."""
 
 
-_real_exit, _real_execv, _real_execve = os._exit, os.execv, os.execve
+_real_exit = os._exit
 _ran_in = 0
 """The process that has run a user's code."""
 _running = threading.local()
@@ -201,26 +196,14 @@ _running = threading.local()
 
 
 def _exit(code: int) -> NoReturn:
-    """Replaces os._exit. A process that the user's code forks still ends."""
-    _refuse(f"os._exit({code!r})")
-    _real_exit(code)
+    """Replaces os._exit. A process that the user's code forks still ends.
 
-
-def _execv(path: Any, argv: Any) -> NoReturn:
-    _refuse(f"os.execv({path!r}, ...)")
-    _real_execv(path, argv)
-
-
-def _execve(path: Any, argv: Any, env: Any) -> NoReturn:
-    _refuse(f"os.execve({path!r}, ...)")
-    _real_execve(path, argv, env)
-
-
-def _refuse(call: str) -> None:
-    """Raise ProcessExit in a user's code. It may have started threads; skylite's threads never call these."""
+    The user's code may have started threads; skylite's threads never call this.
+    """
     is_users_thread = threading.current_thread() is not threading.main_thread() and _ran_in == os.getpid()
     if is_users_thread or getattr(_running, "pid", None) == os.getpid():
-        raise ProcessExit(call)
+        raise ProcessExit(f"os._exit({code!r})")
+    _real_exit(code)
 
 
 @contextmanager
@@ -242,8 +225,7 @@ def user_code(keep: type[Exception] | tuple[()] = ()) -> Iterator[None]:
     if hears_ctrl_c:
         signal.signal(signal.SIGINT, on_ctrl_c)
     global _ran_in
-    # typeshed has other parameter names
-    os._exit, os.execv, os.execve = _exit, _execv, _execve  # type: ignore[assignment]
+    os._exit = _exit  # type: ignore[assignment]  # typeshed has another parameter name
     _ran_in = _running.pid = os.getpid()
     try:
         yield
@@ -277,14 +259,6 @@ def _binds(node: ast.AST, name: str) -> bool:
         case ast.alias():
             return (node.asname or node.name) in (name, "*")
     return False
-
-
-def _takes_two(arguments: ast.arguments) -> bool:
-    """Whether a call with two positional arguments fits."""
-    positional = len(arguments.posonlyargs) + len(arguments.args)
-    required = positional - len(arguments.defaults)
-    has_room = positional >= 2 or arguments.vararg is not None
-    return required <= 2 and has_room and None not in arguments.kw_defaults
 
 
 def _no_function(path: Path, name: str, kind: FunctionKind) -> ConfigError:

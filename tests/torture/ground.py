@@ -15,8 +15,8 @@ import psutil
 
 from skylite.engine.vllm.plugin import CPU_SERVER
 from skylite.engine.vllm.server_command import ENGINE_COMMAND
+from skylite.rollout.trusted_programs import remember
 from skylite.run.run_dir import RunDir
-from skylite.run.trusted_programs import remember
 from tests.alive import is_alive
 from tests.e2e.project import COMMAND, Project, make_project
 from tests.torture.moments import CHECKPOINT_EVERY

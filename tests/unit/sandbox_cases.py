@@ -13,11 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-from skylite.sandbox import forked_workers
 
 
 def make_runner(*arguments: Any) -> Callable[..., Any]:
@@ -29,19 +26,6 @@ def make_runner(*arguments: Any) -> Callable[..., Any]:
         return {"calls": calls, "arguments": arguments}.get(name) or globals()[name](*values)
 
     return run
-
-
-class Prepared:
-    """Returns whether `prepare` was called in the process that serves it."""
-
-    def __init__(self) -> None:
-        self.is_prepared = False
-
-    def __call__(self) -> bool:
-        return self.is_prepared
-
-    def prepare(self) -> None:
-        self.is_prepared = True
 
 
 def fail_to_load() -> None:
@@ -201,25 +185,8 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def thread_sum(count: int) -> int:
-    found: list[int] = []
-    threads = [threading.Thread(target=found.append, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(found)
-
-
-def start_threads(count: int) -> int:
-    """Start threads that stay, with small stacks. Returns how many there are."""
-    threading.stack_size(32768)
-    for number in range(count):
-        try:
-            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-        except RuntimeError:
-            return number
-    return count
+def start_thread() -> str:
+    return error_of(threading.Thread(target=time.sleep, args=(0,)).start)
 
 
 def hold_deleted_files(count: int, num_bytes: int) -> int:
@@ -265,38 +232,3 @@ def lock_scratch() -> None:
 
 def environment() -> dict[str, str]:
     return dict(os.environ)
-
-
-POISON: list[Any] = []
-"""What a call leaves in its process."""
-
-
-def poison() -> None:
-    POISON.append("bad")
-
-
-def fail_if_poisoned() -> str:
-    if POISON:
-        raise ValueError("an earlier call did that")
-    return "fine"
-
-
-def grow(count: int) -> None:
-    POISON.append(b"x" * count)
-
-
-def stop_reading() -> None:
-    """The process takes no further request."""
-    vars(forked_workers)["receive"] = lambda pipe: time.sleep(600)
-
-
-def chatter() -> None:
-    """Answer calls that nobody has made yet."""
-    pipes = [n for n in range(3, 64) if not error_of(partial(os.write, n, b""))]
-
-    def talk_later() -> None:
-        time.sleep(0.2)
-        for pipe in pipes:
-            os.write(pipe, b'["value", "forged"]\n')
-
-    threading.Thread(target=talk_later).start()

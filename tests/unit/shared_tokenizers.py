@@ -41,8 +41,8 @@ class Kept:
             self.own.start()
             self.started[self.key] = self.own
 
-    def call(self, *arguments: Any, fresh: bool = False) -> Any:
-        return self.started[self.key].call(*arguments, fresh=fresh)
+    def call(self, *arguments: Any) -> Any:
+        return self.started[self.key].call(*arguments)
 
     def close(self) -> None:
         """Only if it did not start."""

@@ -12,7 +12,7 @@ from skylite.cli.adapters import gc, list_versions, verify
 from skylite.errors import ConfigError
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import sha256_file
-from skylite.run.lock import lock_folder
+from skylite.run.own_folders import lock_folder
 from skylite.run.run_dir import RunDir, adapter_name, published_versions
 from tests.small_run import make_run, settings
 

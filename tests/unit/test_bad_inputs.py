@@ -23,7 +23,7 @@ from skylite.adapters.manifest import Manifest
 from skylite.config.loading import load_config, read_run_config
 from skylite.rollout.resume import plan_resume
 from skylite.run.files import sha256_file
-from skylite.run.folder_owner import require_own_folders
+from skylite.run.own_folders import require_own_folders
 from skylite.run.run_dir import RunDir
 from tests.engines import write_random_adapter
 from tests.rows import random_samples

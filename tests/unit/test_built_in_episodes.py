@@ -14,7 +14,7 @@ from skylite.config.loading import load_config
 from skylite.data.prompts import read_prompts
 from skylite.environments.episode_spec import check_episode
 from skylite.errors import ConfigError
-from skylite.rollout.allowed_programs import allow_episode
+from skylite.rollout.trusted_programs import allow_episode
 from skylite.types import Prompt, Trajectory
 from tests.unit.environment_cases import (
     Script,

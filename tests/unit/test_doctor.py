@@ -20,7 +20,7 @@ from skylite.doctor.checks import Finding, HubAnswer, bad
 from skylite.optional_packages import install_command
 from skylite.processes import hardware, private_folders
 from skylite.processes.private_folders import TemporaryFolder
-from skylite.run.lock import lock_folder
+from skylite.run.own_folders import lock_folder
 from skylite.run.status import Phase, Status, write_status
 from tests.unit.gpu_cases import H200, Machine
 from tests.unit.http_cases import serving

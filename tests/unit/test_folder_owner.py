@@ -13,7 +13,7 @@ from skylite.errors import ConfigError
 from skylite.rollout.plan import write_config
 from skylite.rollout.resume import plan_resume
 from skylite.rollout.run_session import clear_control_files
-from skylite.run.folder_owner import MARK_NAME, require_own_folders, require_own_place
+from skylite.run.own_folders import MARK_NAME, require_own_folders, require_own_place
 from skylite.run.run_dir import RunDir
 from tests.unit.bad_inputs import Reply, call, snapshot
 from tests.unit.run_cases import begin, publish_adapter_0

@@ -36,7 +36,7 @@ ENDS = {
         "import time; time.sleep(1)",
     ),
     "posix": ("import posix", "posix._exit(0)"),
-    "posix.execv": ("import posix", "posix.execv('/bin/true', ['true'])"),
+    "os.execv": ("import os", "os.execv('/bin/true', ['true'])"),
     "killed": ("import os", "os.kill(os.getpid(), 9)"),
 }
 
@@ -56,16 +56,13 @@ def test_a_data_prep_file_that_ends_the_process_is_an_error(tmp_path: Path, end:
     assert not (tmp_path / "out").exists()
 
 
-def test_what_can_be_refused_in_python_ends_nothing_or_is_named(tmp_path: Path) -> None:
+def test_what_can_be_refused_in_python_ends_nothing(tmp_path: Path) -> None:
     thread = "import os, threading\nthreading.Thread(target=lambda: os._exit(0)).start()"
     done = prepare(tmp_path, thread, "import time; time.sleep(0.01)")
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "test.parquet", "train.parquet", "validation.parquet",
     ]  # fmt: skip
-    done = prepare(tmp_path, "import os", "os.execv('/bin/true', ['true'])")
-    assert done.returncode == 2
-    assert "os.execv('/bin/true'" in done.stderr
 
 
 def test_a_replaced_sys_exit_hides_no_error(tmp_path: Path) -> None:
@@ -125,17 +122,16 @@ def test_a_thread_of_a_users_code_cannot_end_skylite() -> None:
     found: list[BaseException] = []
 
     def end() -> None:
-        for call in (lambda: os._exit(0), lambda: os.execv("/bin/true", ["true"])):
-            try:
-                call()
-            except ProcessExit as error:
-                found.append(error)
+        try:
+            os._exit(0)
+        except ProcessExit as error:
+            found.append(error)
 
     with user_code():
         thread = threading.Thread(target=end)
     thread.start()
     thread.join()
-    assert len(found) == 2
+    assert len(found) == 1
 
 
 def test_the_guard_waits_for_no_grandchild() -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from skylite.errors import ConfigError
-from skylite.run.lock import LOCK_NAME, lock_folder
+from skylite.run.own_folders import LOCK_NAME, lock_folder
 
 HOLD = """
 import sys
 from pathlib import Path
-from skylite.run.lock import lock_folder
+from skylite.run.own_folders import lock_folder
 with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -21,7 +21,7 @@ from skylite.loggers.follow import logged_steps
 from skylite.loggers.logger_processes import start_logger
 from skylite.loggers.writers import LIBRARIES
 from skylite.processes.child import ProcessSpec, kill, start
-from skylite.run.folder_owner import require_own_folders, require_own_place
+from skylite.run.own_folders import require_own_folders, require_own_place
 from skylite.run.run_dir import RunDir
 from tests.unit.logger_cases import logged_run, set_metrics
 

@@ -11,8 +11,8 @@ import pytest
 
 from skylite.config.lora import LoraConfig
 from skylite.errors import ConfigError
-from skylite.run.lock import LOCK_NAME, lock_folder, lock_run
-from skylite.run.private_folder import open_lock, require_own_links
+from skylite.processes.private_folders import open_lock, require_own_links
+from skylite.run.own_folders import LOCK_NAME, lock_folder, lock_run
 from skylite.run.run_dir import RunDir
 from tests.other_user import as_other_user, as_root, folder_of_all
 from tests.unit.bad_inputs import Reply, call

@@ -12,11 +12,12 @@ import pytest
 
 from skylite.config.loading import load_config, read_run_config
 from skylite.errors import ConfigError
+from skylite.processes.private_folders import state_folder
 from skylite.rollout.plan import plan_run, write_run
 from skylite.rollout.resume import plan_resume
 from skylite.rollout.sources import reward_pool
+from skylite.rollout.trusted_programs import remember, require_named
 from skylite.run.run_dir import RunDir
-from skylite.run.trusted_programs import remember, require_named, state_folder
 from skylite.trainer import chosen_algorithm
 from skylite.user_functions import EPISODE, REWARD, FunctionKind, load_function
 from tests.unit.bad_inputs import Reply, call

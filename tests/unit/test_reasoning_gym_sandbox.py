@@ -18,7 +18,7 @@ from skylite.rewards import reasoning_gym as rewards
 from skylite.rewards.call_rewards import score
 from skylite.rewards.reasoning_gym import close_sandboxes, to_json
 from skylite.rewards.worker_pool import RewardPool
-from skylite.run.trusted_programs import remember, require_named
+from skylite.rollout.trusted_programs import remember, require_named
 from skylite.sandbox.sandbox import Limits
 from skylite.types import Prompt
 from skylite.user_functions import REWARD

@@ -18,10 +18,8 @@ from typing import Any
 import pytest
 
 from skylite.errors import ChildDied
-from skylite.processes.reaper import children
-from skylite.sandbox import syscalls
-from skylite.sandbox.count_threads import MOST_THREADS
-from skylite.sandbox.landlock import OLDEST_FOR_WRITING, landlock_version
+from skylite.sandbox import seccomp
+from skylite.sandbox.confine import OLDEST_FOR_WRITING, landlock_version
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
 
 RUNNER = "tests.unit.sandbox_cases:make_runner"
@@ -34,8 +32,8 @@ CAN_WRITE = pytest.mark.skipif(
 
 @pytest.fixture(
     scope="module",
-    params=[{}, pytest.param({"scratch": True}, marks=CAN_WRITE), {"copy_life_s": 60.0}],
-    ids=["plain", "scratch", "kept copy"],
+    params=[{}, pytest.param({"scratch": True}, marks=CAN_WRITE), {"lasting": True}],
+    ids=["plain", "scratch", "lasting"],
 )
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     with Sandbox(RUNNER, 1, "two", limits=QUICK, **request.param) as sandbox:
@@ -101,14 +99,15 @@ def test_no_network_no_process_and_no_signal(sandbox: Sandbox, tmp_path: Path) -
         server.listen()
         ways = sandbox.call("reach_out", str(tmp_path / "socket"), os.getpid())
     assert {name: error for name, error in ways.items() if not error} == {}
-    assert sandbox.call("thread_sum", 4) == 6, "threads still work"
+    assert sandbox.call("start_thread") == "RuntimeError"
 
 
-def test_threads_have_a_limit() -> None:
-    """The memory of 20,000 small stacks would be within the limit of memory."""
-    with Sandbox(RUNNER, limits=Limits(cpu_s=60, wall_s=120.0)) as sandbox:
-        assert sandbox.call("start_threads", 20_000) == MOST_THREADS
-        assert sandbox.call("start_threads", 4) == 4, "the next process may start threads again"
+def test_a_lasting_process_serves_until_a_call_fails() -> None:
+    with Sandbox(RUNNER, limits=QUICK, lasting=True) as sandbox:
+        assert (sandbox.call("calls"), sandbox.call("calls")) == (["calls"], ["calls", "calls"])
+        with pytest.raises(CallFailed, match="ended with exit code 3"):
+            sandbox.call("leave")
+        assert sandbox.call("calls") == ["calls"]
 
 
 @CAN_WRITE
@@ -119,34 +118,23 @@ def test_deleted_files_count() -> None:
             assert sandbox.call("hold_deleted_files", 40, 4 << 20) <= 2 * limits.file_bytes
 
 
-def test_the_counting_process_ends_with_the_sandbox() -> None:
-    with Sandbox(RUNNER) as sandbox:
-        sandbox.start()
-        below = children(server_pid(sandbox))
-        assert len(below) == 1
-    for pid in below:
-        wait_until_gone(pid)
-
-
 OLD_KERNEL = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from skylite.sandbox.sandbox import CallFailed, Sandbox
-from skylite.sandbox.seccomp import _complete, _refuse, architecture, install
-from skylite.sandbox.syscalls import numbers
-install(_complete(architecture(), _refuse(numbers("unshare seccomp", architecture()))))
+from skylite.sandbox.seccomp import X86_64, _complete, _refuse, architecture, install
+install(_complete(architecture(), _refuse([272 if architecture() == X86_64 else 97])))  # unshare
 with Sandbox("tests.unit.sandbox_cases:make_runner", scratch=True) as sandbox:
     assert sandbox.call("evaluate", "1 + 1") == 2
-    print(sandbox.protection.counts_threads, sandbox.protection.has_bounded_folder)
-    print(sandbox.call("start_threads", 3), sandbox.call("hold_deleted_files", 3, 4096))
+    print(sandbox.protection.has_bounded_folder, sandbox.call("hold_deleted_files", 3, 4096))
     print(sandbox.call("write_at", "own.txt"))
 """
 
 
 @CAN_WRITE
-def test_where_the_kernel_cannot_count_there_are_no_threads_and_no_deleted_files() -> None:
+def test_where_nothing_can_be_mounted_no_file_is_deleted() -> None:
     done = subprocess.run([sys.executable, "-c", OLD_KERNEL], capture_output=True, text=True)
-    assert done.stdout.split() == ["False", "False", "0", "0"], done.stderr
+    assert done.stdout.split() == ["False", "0"], done.stderr
 
 
 def test_the_environment_holds_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,8 +153,8 @@ def test_the_environment_holds_no_secrets(monkeypatch: pytest.MonkeyPatch) -> No
         ("talk", (1 << 20,), "returned more than 65536 bytes"),
         ("leave", (), "ended with exit code 3"),
         ("abort", (), "was killed by SIGABRT"),
-        ("forge", ("garbage",), "answered what is no value"),
-        ("forge", ("[" * 60000,), "answered what is no value"),
+        ("forge", ("garbage",), "(answered what is no value|returned more than|ended with exit code 0)"),
+        ("forge", ("[" * 60000,), "(answered what is no value|returned more than)"),
     ],
 )
 def test_limits_and_ends(sandbox: Sandbox, name: str, arguments: tuple[Any, ...], reason: str) -> None:
@@ -308,7 +296,7 @@ def test_it_ends_with_its_parent_during_a_call(number: signal.Signals) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compares with the headers of x86-64")
 @pytest.mark.parametrize(
     ("header", "architecture"),
-    [("x86_64-linux-gnu/asm/unistd_64.h", syscalls.X86_64), ("asm-generic/unistd.h", syscalls.AARCH64)],
+    [("x86_64-linux-gnu/asm/unistd_64.h", seccomp.X86_64), ("asm-generic/unistd.h", seccomp.AARCH64)],
 )
 def test_system_call_numbers_are_those_of_the_kernel(header: str, architecture: int) -> None:
     path = Path("/usr/include", header)
@@ -316,5 +304,5 @@ def test_system_call_numbers_are_those_of_the_kernel(header: str, architecture: 
         pytest.skip("the kernel's headers are not installed")
     found = dict(re.findall(r"#define\s+__NR(?:3264)?_(\w+)\s+(\d+)", path.read_text()))
     found |= {"newfstatat": found["fstatat"]} if "fstatat" in found else {}  # its name on 64 bits
-    ours = {name: syscalls.numbers(name, architecture) for name in syscalls._TABLE}
+    ours = {name: seccomp.numbers(name, architecture) for name in seccomp._TABLE}
     assert ours == {name: [int(found[name])] if name in found else [] for name in ours}

@@ -15,7 +15,7 @@ import pytest
 from skylite.api import load_run
 from skylite.cli.runs import facts_of
 from skylite.doctor.checks import check_runs
-from skylite.run.lock import LOCK_NAME, lock_folder
+from skylite.run.own_folders import LOCK_NAME, lock_folder
 from skylite.run.status import current_status
 from tests.made_up_runs import write_made_up_run
 
@@ -78,7 +78,7 @@ def test_workers_and_their_programs_leave_signals_to_the_parent(number: int, tmp
 PARENT = """
 import sys, time
 from pathlib import Path
-from skylite.run.lock import lock_folder
+from skylite.run.own_folders import lock_folder
 with lock_folder(Path(sys.argv[1])):
     print("locked", flush=True)
     time.sleep(600)

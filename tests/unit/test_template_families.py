@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from skylite.config.algorithm import AlgorithmConfig
-from skylite.data.chat_tokenizer_in_sandbox import Encoder, special_tokens
+from skylite.data.chat_tokenizer_in_sandbox import Encoder
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.model.packing import pack_tree
 from skylite.rollout.turn_metrics import turn_metrics
@@ -243,18 +243,3 @@ def test_a_later_call_repeats_the_earlier_ones_ids() -> None:
     tokenizer = tokenizer_of(0)
     again = [tokenizer.encode(tokenizer.decode(c), add_special_tokens=False) for _, c in engine.calls]
     assert again != [c for _, c in engine.calls], "the replies would be the same if they were tokenized again"
-
-
-def test_a_prepared_template_is_not_compiled_again() -> None:
-    from transformers.utils.chat_template_utils import _compile_jinja_template as compiled
-
-    encoder = Encoder(tokenizer_of(1), {}, {}, has_template=True)
-    for cached in (compiled, special_tokens):
-        cached.cache_clear()
-    encoder.prepare()
-    jobs = [{"messages": [QUESTION], "tools": None, "arguments": {}}, {"decode": [1]}]
-    prompt, reply = encoder("jobs", jobs)
-    assert prompt["ids"]
-    assert reply["text"]
-    for cached in (compiled, special_tokens):
-        assert (cached.cache_info().misses, cached.cache_info().hits) == (1, 1)

@@ -173,9 +173,6 @@ def test_a_file_runs_once(tmp_path: Path) -> None:
         ("def mine(rewards, lengths", "cannot be imported: SyntaxError"),
         ("\0", "cannot be imported"),
         ("def other(rewards, lengths): ...", "has no function 'mine'"),
-        ("def mine(rewards): ...", r"cannot be called with \(rewards, lengths\): it takes \(rewards\)"),
-        ("def mine(a, b, c): ...", r"it takes \(a, b, c\)"),
-        ("def mine(a, b, *, c): ...", r"it takes \(a, b, \*, c\)"),
     ],
 )
 def test_faults_visible_without_running_the_file_are_refused(
@@ -184,7 +181,7 @@ def test_faults_visible_without_running_the_file_are_refused(
     spec = f"{tmp_path / 'mine.py'}:mine" if text is None else own_file(tmp_path, text)
     with pytest.raises(ConfigError, match=reason) as error:
         check_function(spec, ADVANTAGE)
-    if "function" in reason or "takes" in reason:
+    if "function" in reason:
         assert error.value.hint == "Define it: def mine(rewards, lengths) -> Tensor."
 
 

@@ -17,7 +17,7 @@ from skylite.environments.episode_spec import check_episode_data
 from skylite.environments.episodes_source import read_reward
 from skylite.environments.verifiers_episode import VerifiersFailed, read_episode
 from skylite.errors import ConfigError
-from skylite.rollout.allowed_programs import allow_episode, allow_rewards
+from skylite.rollout.trusted_programs import allow_episode, allow_rewards
 from skylite.user_functions import is_program, is_verifiers
 
 

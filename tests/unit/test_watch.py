@@ -26,8 +26,8 @@ from typer.testing import CliRunner
 from skylite.cli.main import app
 from skylite.cli.watch import Watcher, is_silent, json_lines, print_lines, text_lines
 from skylite.errors import ConfigError
-from skylite.run.lock import lock_folder
 from skylite.run.metrics_file import append_metrics, read_metrics
+from skylite.run.own_folders import lock_folder
 from skylite.run.run_dir import RunDir
 from skylite.run.status import read_status, write_status
 from skylite.ui.live_panel import LivePanel, clock_time

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from skylite.config.checkpoint import CheckpointConfig
 from skylite.config.train import SyncConfig, TrainConfig
+from skylite.errors import convert_os_errors
 from skylite.processes.file_tree import remove_tree, tree_bytes
 from skylite.run.checkpoint_folder import checkpoint_steps
-from skylite.run.files import TEMPORARY_MARK, convert_os_errors, temporary_sibling
+from skylite.run.files import TEMPORARY_MARK, temporary_sibling
 from skylite.run.held_out_scores import held_out_scores
 from skylite.run.run_dir import RunDir, published_versions, sampling_version
 

@@ -18,9 +18,8 @@ from skylite.engine.canary_reading import TOO_SMALL, verdict_of
 from skylite.errors import ModelError
 from skylite.progress_reporting import long_work
 from skylite.run.files import TEMPORARY_MARK
-from skylite.run.folder_owner import require_own_folders
-from skylite.run.lock import lock_run
 from skylite.run.metrics_file import read_metrics
+from skylite.run.own_folders import lock_run, require_own_folders
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 from skylite.ui.logs import show
 

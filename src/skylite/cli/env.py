@@ -32,7 +32,7 @@ from skylite.hub.resolve import resolve_model
 from skylite.processes.child import Supervisor
 from skylite.processes.private_folders import temporary_folder
 from skylite.progress_reporting import long_work
-from skylite.rollout.allowed_programs import allow_episode
+from skylite.rollout.trusted_programs import allow_episode
 from skylite.rollout.turn_metrics import turn_metrics
 from skylite.types import Prompt, Trajectory
 from skylite.ui.logs import show

@@ -29,7 +29,7 @@ from skylite.cli.options import (
     numbers,
     template_settings,
 )
-from skylite.config.loading import load_config
+from skylite.config.loading import is_set, load_config
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate, read_template, run_template
 from skylite.engine.retrying_client import Engine
@@ -45,8 +45,7 @@ from skylite.progress_reporting import long_work
 from skylite.rollout.eval_data import DataChoice, EvalData, read_data
 from skylite.rollout.eval_scoring import start_problems
 from skylite.run.files import write_json
-from skylite.run.folder_owner import require_own_place
-from skylite.run.trusted_programs import is_set
+from skylite.run.own_folders import require_own_place
 from skylite.ui.logs import show
 
 logger = logging.getLogger(__name__)

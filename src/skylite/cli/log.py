@@ -18,8 +18,8 @@ from skylite.loggers.logger_processes import count_steps, start_logger
 from skylite.loggers.writers import require_libraries
 from skylite.processes.child import poll
 from skylite.progress_reporting import long_work
-from skylite.run.folder_owner import require_own_place
 from skylite.run.metrics_file import read_metrics
+from skylite.run.own_folders import require_own_place
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import show
 

@@ -26,7 +26,7 @@ from skylite.rewards import load_reward
 from skylite.rewards.built_in import BUILT_IN, without_extraction
 from skylite.rewards.call_rewards import RewardFunction, finite_scores
 from skylite.rewards.right_completion import PROBES, RightForm, form_of_scores
-from skylite.run.trusted_programs import remember
+from skylite.rollout.trusted_programs import remember
 from skylite.types import Prompt
 from skylite.ui.logs import show
 from skylite.user_functions import is_verifiers

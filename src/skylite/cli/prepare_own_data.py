@@ -17,7 +17,7 @@ from skylite.rewards.built_in import BUILT_IN, NEEDS_ANSWER
 from skylite.rewards.call_rewards import RewardFunction, finite_scores
 from skylite.rewards.reward_arguments import ANSWER_NAMES, Item
 from skylite.rewards.right_completion import ANSWER, USUAL_FORMS, RightForm, fill, find_form, probe_rows
-from skylite.run.trusted_programs import remember
+from skylite.rollout.trusted_programs import remember
 from skylite.types import Prompt
 from skylite.user_functions import resolve_spec
 

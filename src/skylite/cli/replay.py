@@ -14,8 +14,8 @@ import typer
 from skylite.cli.options import AsJson, RunFolder, Verbose
 from skylite.config.loading import change_config, read_run_config
 from skylite.errors import ConfigError
-from skylite.rollout.allowed_programs import allow_algorithm
 from skylite.rollout.replay import ReplayResult, replay_step
+from skylite.rollout.trusted_programs import allow_algorithm
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import show
 

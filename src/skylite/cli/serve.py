@@ -39,10 +39,10 @@ from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
 from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
 from skylite.processes.own_network import check_network
+from skylite.processes.private_folders import state_folder
 from skylite.progress_reporting import duration
 from skylite.resources.gpu_memory_plan import DTYPE_BYTES
 from skylite.resources.model_sizes import cached_per_token
-from skylite.run.trusted_programs import state_folder
 from skylite.ui.logs import show, shows_debug
 from skylite.untrusted_files import open_file
 

@@ -18,17 +18,15 @@ from skylite.cli.log import logger_names
 from skylite.cli.options import ChatTemplateFile, Loggers, Settings, TemplateArgs, Verbose, template_settings
 from skylite.cli.own_data_sizes import size_by_data
 from skylite.cli.train_defaults import default_data, default_recipe, find_recipe, is_own_data_recipe
-from skylite.config.loading import load_config, read_run_config
+from skylite.config.loading import is_set, load_config, read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompt_order import steps_per_epoch
 from skylite.errors import ConfigError
 from skylite.notes import Note
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.shutdown import TimeLimit
-from skylite.run.folder_owner import require_own_folders
-from skylite.run.lock import lock_run
+from skylite.run.own_folders import lock_run, require_own_folders
 from skylite.run.run_dir import RunDir
-from skylite.run.trusted_programs import is_set
 from skylite.ui.logs import run_log, show, show_printed
 from skylite.user_functions import EPISODE, REWARD
 

@@ -23,8 +23,8 @@ from skylite.errors import SkyliteError
 from skylite.report.alarms import Alarm, find_alarms
 from skylite.report.completions import Completion, Filter, Order, read_training
 from skylite.report.read_run import RunFacts, age_s, age_text, read_facts
-from skylite.run.lock import LOCK_NAME
 from skylite.run.metrics_file import metrics_line
+from skylite.run.own_folders import LOCK_NAME
 from skylite.run.status import ENDED
 from skylite.run.status import is_alive as status_is_alive
 from skylite.ui.dashboard import step_line

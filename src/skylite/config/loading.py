@@ -112,6 +112,11 @@ def _resolve_programs(tree: dict[str, Any]) -> None:
             algorithm[name] = resolve_spec(spec)
 
 
+def is_set(settings: Sequence[str], name: str) -> bool:
+    """Whether `--set` gives this setting a value."""
+    return any(text.partition("=")[0].strip() == name for text in settings)
+
+
 def read_parameters(settings: Sequence[str]) -> RewardParameters:
     """The settings of a built-in reward from `--set reward.NAME=VALUE`. Raises ConfigError for others."""
     for setting in settings:

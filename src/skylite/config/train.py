@@ -262,7 +262,7 @@ class Resolved(Section):
     lora_sync_path: str
     """Absolute path of the folder that adapters are published in."""
     run_id: str | None = None
-    """Random id that marks a lora_sync_path outside the run as its own (run/folder_owner.py).
+    """Random id that marks a lora_sync_path outside the run as its own (run/own_folders.py).
 
     None: no mark.
     """

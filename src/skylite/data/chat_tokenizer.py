@@ -29,15 +29,8 @@ from skylite.untrusted_text import parse_json
 MAX_BYTES = 100_000
 """An engine's command line holds the template of `skylite serve`, and Linux limits an argument to 128 KiB."""
 LIMITS = Limits(memory_bytes=2 << 30, cpu_s=60, wall_s=120.0, output_bytes=256 << 20)
-"""For the prompts of one call."""
+"""For the prompts of one call; memory for all together."""
 PROMPTS_PER_CALL = 256
-COPY_LIFE_S = 1.0
-"""Seconds for which one process of the sandbox runs jobs. A fresh one for each call costs as much as ten
-prompts.
-
-One template renders all conversations and decides what each becomes, in one process or in many. If it broke
-out of Jinja's sandbox, it could mix the conversations of this second, but neither send nor write anything.
-"""
 NO_TEMPLATE = "the model has no chat template, so prompts are plain 'Question: ... Answer:' text"
 
 Encode = Callable[[str, Sequence[Any]], Any]
@@ -171,11 +164,13 @@ def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> Ch
         what=f"the chat template of {model_path}",
         limits=LIMITS,
         readable=readable,
-        copy_life_s=COPY_LIFE_S,
+        # One template decides what each conversation becomes, in one process or in many. If it broke out of
+        # Jinja's sandbox, it could mix conversations, but neither send nor write anything.
+        lasting=True,
     )
     try:
         sandbox.start()
-        facts = sandbox.call("facts", fresh=True)
+        facts = sandbox.call("facts")
         _check_args(template, str(facts["template"]), model_path)
         stops = _stop_token_ids(model_path, facts["eos_token_id"])
     except CallFailed as error:
@@ -230,7 +225,7 @@ def too_long(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], limit: int) ->
 def _encoder(sandbox: Sandbox, model_path: Path, stops: tuple[int, ...]) -> Encode:
     def encode(what: str, items: Sequence[Any]) -> Any:
         try:
-            result = sandbox.call(what, list(items), stops, fresh=True)
+            result = sandbox.call(what, list(items), stops)
         except CallFailed as error:
             raise ModelError(
                 f"The chat template or tokenizer of {model_path} {error} for {len(items)} prompts.",

@@ -123,17 +123,6 @@ class Encoder:
         eos = self.tokenizer.eos_token_id
         return [ids[0], [*ids[1], stops[0] if eos is None else eos]]
 
-    def prepare(self) -> None:
-        """Compile the template and collect the special tokens once, before processes fork from this one.
-
-        A vocabulary with thousands of special tokens, such as Gemma's, takes a tenth of a second.
-        """
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        special_tokens(self.tokenizer)
-        if isinstance(self.tokenizer.chat_template, str):
-            _compile_jinja_template(self.tokenizer.chat_template)
-
 
 @dataclass(frozen=True, slots=True)
 class JobRunner:

@@ -46,8 +46,7 @@ from skylite.processes.private_folders import unused_folders
 from skylite.processes.reaper import OPENMP_FILE
 from skylite.run.files import format_bytes, free_bytes
 from skylite.run.status import ENDED, is_alive, read_status
-from skylite.sandbox.confine import Protection
-from skylite.sandbox.landlock import OLDEST_FOR_WRITING
+from skylite.sandbox.confine import OLDEST_FOR_WRITING, Protection
 from skylite.sandbox.sandbox import Sandbox
 
 Level = Literal["ok", "note", "bad"]
@@ -418,13 +417,12 @@ def check_sandbox() -> Finding:
     parts = {
         "code in it can read what you can read (no Landlock)": bool(protection.landlock),
         "no folder to write in (python_tool does not run)": writes,
-        "code in it starts no threads": protection.counts_threads,
         "code in it cannot delete its files": deletes,
     }
     if missing := [text for text, works in parts.items() if not works]:
-        fix = "use Linux 6.2 or newer; in a container, allow Landlock, user namespaces and seccomp listeners"
+        fix = "use Linux 6.2 or newer; in a container, allow Landlock and user namespaces"
         return note("sandbox", f"works, but {', '.join(missing)}", fix)
-    return ok("sandbox", "all parts: listed system calls only, Landlock, limits of threads and of files")
+    return ok("sandbox", "all parts: listed system calls only, Landlock, a limit of files")
 
 
 def _sandbox_protection(*, scratch: bool) -> Protection:

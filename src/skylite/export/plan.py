@@ -21,8 +21,8 @@ from skylite.hub.model_files import model_files
 from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, resolve_model, tensor_shapes
 from skylite.processes.hardware import available_memory
 from skylite.run.files import format_bytes
-from skylite.run.folder_owner import require_own_place
 from skylite.run.held_out_scores import held_out_scores, scores_are_binary
+from skylite.run.own_folders import require_own_place
 from skylite.run.run_dir import RunDir
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skylite.errors import ModelError
+from skylite.errors import ModelError, convert_os_errors
 from skylite.processes.child import ProcessSpec, kill, log_tail, start
 from skylite.processes.file_tree import remove_tree
-from skylite.run.files import atomic_folder, convert_os_errors, require_space, sha256_file, write_json
-from skylite.run.private_folder import open_lock
+from skylite.processes.private_folders import open_lock
+from skylite.run.files import atomic_folder, require_space, sha256_file, write_json
 from skylite.run.remembered_durations import remembered_work
 from skylite.untrusted_text import parse_json
 

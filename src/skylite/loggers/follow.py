@@ -32,12 +32,12 @@ from typing import Any, NoReturn, get_args
 from skylite.config.loading import read_run_config
 from skylite.config.log import LoggerName
 from skylite.config.train import RunConfig
-from skylite.errors import ConfigError, DataError, SkyliteError, error_line
+from skylite.errors import ConfigError, DataError, SkyliteError, convert_os_errors, error_line
 from skylite.loggers.writers import WRITERS, LoggedSample, LoggerRun, NewFolder, Writer
-from skylite.run.files import append_line, convert_os_errors, require_space
+from skylite.processes.private_folders import open_lock
+from skylite.run.files import append_line, require_space
 from skylite.run.held_out_scores import held_out_scores
 from skylite.run.metrics_file import EVAL_METRIC, read_metrics
-from skylite.run.private_folder import open_lock
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.types import is_number

@@ -15,14 +15,13 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 from skylite.config.rollout import RewardParameters
-from skylite.errors import ChildDied, RunFailed
+from skylite.errors import ChildDied, RunFailed, convert_os_errors
 from skylite.processes.private_folders import TemporaryFolder
 from skylite.processes.reaper import die_with_parent
 from skylite.processes.streams import printed_lines
 from skylite.rewards.built_in import DEFAULTS
 from skylite.rewards.components import Component, load_components, score_components
 from skylite.rewards.reward_arguments import Item
-from skylite.run.files import convert_os_errors
 from skylite.types import Score
 from skylite.untrusted_files import open_to_append
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from skylite.config.loading import read_recipe
+from skylite.config.loading import is_set, read_recipe
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_info
-from skylite.run.trusted_programs import is_set
 
 
 def without_foreign_filter(

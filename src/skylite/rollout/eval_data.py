@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from skylite.config.loading import is_set
 from skylite.config.rollout import RewardParameters
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import read_info, read_prompts
@@ -13,7 +14,6 @@ from skylite.errors import ConfigError
 from skylite.notes import log_notes
 from skylite.rollout.data_filter import fit_difficulty
 from skylite.rollout.sources import ScoredData, source_for
-from skylite.run.trusted_programs import is_set
 from skylite.types import Prompt
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from skylite.adapters.import_adapter import (
     expand_adapter_path,
 )
 from skylite.adapters.target_modules import check_target_names
+from skylite.config.loading import is_set
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.data.chat_tokenizer import load_tokenizer, read_template, template_notes
 from skylite.engine.trainable_models import check_trainable
@@ -24,7 +25,7 @@ from skylite.engine.vllm.connections import open_files
 from skylite.engine.vllm.context_length import check_context
 from skylite.engine.vllm.cpu_lora import choose_cpu_lora, engine_notes
 from skylite.engine.vllm.servable_models import check_build, check_lora, check_torchvision
-from skylite.errors import ConfigError
+from skylite.errors import ConfigError, convert_os_errors
 from skylite.hub.resolve import ResolvedModel, resolve_model
 from skylite.loggers.writers import require_libraries
 from skylite.notes import Note, log_notes, notes_of
@@ -34,17 +35,15 @@ from skylite.processes.own_network import check_network
 from skylite.processes.streams import raise_file_limit
 from skylite.resources.gpu_memory_plan import plan_memory
 from skylite.resources.gpu_placement import place
-from skylite.rollout.allowed_programs import allow_algorithm
 from skylite.rollout.automatic_settings import device_defaults, epochs_to_steps
 from skylite.rollout.data_filter import without_foreign_filter
 from skylite.rollout.plan_messages import data_note, held_out_note, settings_notes
 from skylite.rollout.prompt_check import clock_note
 from skylite.rollout.sources import ScoredData, source_for
-from skylite.run.files import convert_os_errors, sha256_file, write_json
-from skylite.run.folder_owner import mark_sync_folder
-from skylite.run.lock import refuse_live
+from skylite.rollout.trusted_programs import allow_algorithm
+from skylite.run.files import sha256_file, write_json
+from skylite.run.own_folders import mark_sync_folder, refuse_live
 from skylite.run.run_dir import RunDir, published_versions
-from skylite.run.trusted_programs import is_set
 from skylite.sandbox.sandbox import require_sandbox
 from skylite.types import Prompt
 

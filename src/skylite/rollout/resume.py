@@ -22,7 +22,6 @@ from skylite.notes import log_notes
 from skylite.processes.own_network import check_network
 from skylite.resources.gpu_memory_plan import MemoryBudget, plan_memory
 from skylite.resources.gpu_placement import Placement, place_again
-from skylite.rollout.allowed_programs import accept_same_rewards, allow_algorithm
 from skylite.rollout.automatic_settings import epochs_to_steps
 from skylite.rollout.plan import (
     RunPlan,
@@ -33,6 +32,7 @@ from skylite.rollout.plan import (
 from skylite.rollout.prompt_check import without
 from skylite.rollout.sources import source_for
 from skylite.rollout.step_metrics import recovered_metrics, require_numbers
+from skylite.rollout.trusted_programs import accept_same_rewards, allow_algorithm
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
 from skylite.run.files import fsync_path
 from skylite.run.held_out_scores import remove_scores_after

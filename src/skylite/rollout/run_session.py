@@ -15,7 +15,14 @@ from skylite.engine.canary import DEFAULT_TOLERANCE, verify_folder
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.vllm.start_engines import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
-from skylite.errors import OutOfMemory, SkyliteError, TrainerLost, WriteFailed, write_failed
+from skylite.errors import (
+    OutOfMemory,
+    SkyliteError,
+    TrainerLost,
+    WriteFailed,
+    convert_os_errors,
+    write_failed,
+)
 from skylite.processes.child import ProcessSpec, Supervisor
 from skylite.processes.file_tree import remove_tree
 from skylite.processes.hardware import threads_per_rank
@@ -36,7 +43,6 @@ from skylite.rollout.shutdown import (
     run_until_stopped,
 )
 from skylite.rollout.sources import source_for
-from skylite.run.files import convert_os_errors
 from skylite.run.metrics_file import null_to_nan, read_metrics
 from skylite.run.run_dir import adapter_name
 from skylite.ui.dashboard import Screen

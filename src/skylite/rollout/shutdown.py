@@ -19,13 +19,12 @@ from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from skylite.errors import ChildDied, DataError, EngineFailed, RunFailed, TrainerLost
+from skylite.errors import ChildDied, DataError, EngineFailed, RunFailed, TrainerLost, convert_os_errors
 from skylite.processes.child import Supervisor
 from skylite.rollout.failures import TRAINER
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.progress import Progress
 from skylite.run.checkpoint_folder import checkpoint_steps
-from skylite.run.files import convert_os_errors
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir
 from skylite.untrusted_files import open_to_append

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from skylite.config.loading import is_set
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.data.prompts import Chat, Pair, PromptFileInfo, read_chats, read_pairs, read_prompts
@@ -26,12 +27,11 @@ from skylite.processes.child import Supervisor
 from skylite.processes.streams import printed_lines
 from skylite.rewards.components import load_components
 from skylite.rewards.worker_pool import RewardPool
-from skylite.rollout.allowed_programs import allow_episode, allow_rewards
 from skylite.rollout.prompt_check import CheckedPrompts, check_prompts, fitting_prompts, require_chats
 from skylite.rollout.reference_answers import check_references
 from skylite.rollout.reward_check import check_calls
 from skylite.rollout.reward_settings import apply_reward_settings
-from skylite.run.trusted_programs import is_set
+from skylite.rollout.trusted_programs import allow_episode, allow_rewards
 from skylite.types import Prompt
 from skylite.ui.logs import log_printed
 from skylite.user_functions import REWARD

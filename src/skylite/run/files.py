@@ -15,8 +15,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from skylite.errors import WriteFailed, write_failed
-from skylite.processes.file_tree import remove_tree, walk
+from skylite.errors import WriteFailed, convert_os_errors
+from skylite.processes.file_tree import entries_below, remove_tree
 from skylite.untrusted_files import create_new, open_file, open_to_append
 
 TEMPORARY_MARK = ".tmp-"
@@ -87,8 +87,8 @@ def atomic_folder(path: Path, num_bytes: int = 0) -> Iterator[Path]:
         temporary.mkdir()
         try:
             yield temporary
-            for entry in walk(temporary):
-                fsync_path(temporary / entry.path)
+            for entry in entries_below(temporary):
+                fsync_path(Path(entry.path))
             fsync_path(temporary)
             if path.exists():
                 raise WriteFailed(
@@ -202,15 +202,6 @@ def free_bytes(path: Path) -> int:
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-@contextmanager
-def convert_os_errors(path: Path) -> Iterator[None]:
-    """Convert an OSError inside the block to a WriteFailed that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise write_failed(error, path) from error
 
 
 def format_bytes(num_bytes: int) -> str:

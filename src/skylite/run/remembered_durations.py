@@ -7,9 +7,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from skylite.errors import WriteFailed
+from skylite.processes.private_folders import state_folder
 from skylite.progress_reporting import LongWork, long_work
 from skylite.run.files import write_json
-from skylite.run.trusted_programs import state_folder
 from skylite.untrusted_text import parse_json
 
 MAX_KEYS = 200

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from skylite.errors import ConfigError
 from skylite.run.files import write_json
-from skylite.run.lock import LOCK_NAME, is_locked
+from skylite.run.own_folders import LOCK_NAME, is_locked
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 

@@ -8,11 +8,11 @@ Each call runs in a process that
 - has no network: it can open no socket of any kind;
 - writes no file, or only in a temporary folder (`scratch`), which is emptied after each call;
 - reads Python, the system's libraries and `readable` only (where the kernel has Landlock);
-- starts no process, sends no signal, and sees no memory of another process;
+- starts no process and no thread, sends no signal, and sees no memory of another process;
 - is limited in memory, CPU time and time (`Limits`);
 - has the environment variables of `_environment` only, so no tokens and passwords.
 
-The process is fresh for each call, unless `copy_life_s` lets one serve for a while.
+The process is fresh for each call, unless one serves all (`lasting`).
 seccomp, Landlock and resource limits enforce this, for root, too. Where the kernel cannot, ConfigError is
 raised before anything runs: there is no mode without protection. server.py is the other side.
 
@@ -21,9 +21,11 @@ The sandbox protects the machine, not the value: code that runs next to a scorer
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -40,13 +42,14 @@ from skylite.processes.import_path import NEUTRAL_FOLDER
 from skylite.processes.private_folders import TemporaryFolder
 from skylite.processes.streams import private_file
 from skylite.sandbox.confine import Protection
-from skylite.sandbox.messages import receive_until, send
+from skylite.sandbox.server import receive, send
 from skylite.untrusted_text import encodable_json
 
 SETUP_S = 300.0
 """Limit for imports and the factory."""
 GRACE_S = 60.0
 """After its limit a call is ended by the server; this much later, the server is."""
+END_S = 2.0
 _START = (
     "import sys; sys.path[:] = sys.argv[2:]; from skylite.sandbox.server import main; main(int(sys.argv[1]))"
 )
@@ -93,7 +96,7 @@ class Sandbox:
         limits: Limits | None = None,
         readable: Sequence[Path] = (),
         scratch: bool = False,
-        copy_life_s: float = 0.0,
+        lasting: bool = False,
     ) -> None:
         """
         Args:
@@ -104,18 +107,19 @@ class Sandbox:
             limits: for each call.
             readable: files and folders that the function may read besides Python's own.
             scratch: give the function an empty working folder to write in.
-            copy_life_s: seconds for which one process serves calls, which saves 10 ms a call; 0: one call.
-                Only if calls need no protection from each other: code that takes over the process sees and
-                answers the calls of that time. Calls that fail in a used process are repeated in a fresh one.
+            lasting: one process serves all calls until one breaks a limit. Saves 10 ms a call. Only if calls
+                need no protection from each other: code that takes over the process sees and answers later
+                calls. Memory is limited for all calls together.
         """
-        assert not (scratch and copy_life_s), "calls of one process would share the folder"
+        assert not (scratch and lasting), "calls of one process would share the folder"
+        self._lasting = lasting
+        self._exit_code = 0
         self._factory = factory
         self._arguments = arguments
         self._what = what or factory
         self._limits = limits or Limits()
         self._readable = [str(path.resolve()) for path in readable]
         self._wants_scratch = scratch
-        self._copy_life_s = copy_life_s
         self.protection: Protection | None = None
         """Known after the start."""
         self._lock = threading.Lock()
@@ -135,31 +139,36 @@ class Sandbox:
         with self._lock:
             self._start()
 
-    def call(self, *arguments: Any, fresh: bool = False) -> Any:
-        """The function's value. `fresh`: from a process that has not served before. Raises CallFailed,
-        ChildDied if the server behind it was killed, and ConfigError if this machine has no sandbox."""
-        kind, used, *details = self._attempt(arguments, fresh=fresh)
-        try:
-            return _result(kind, details, self._limits)
-        except CallFailed:
-            if not used:
-                raise
-        kind, _, *details = self._attempt(arguments, fresh=True)
-        return _result(kind, details, self._limits)
-
-    def _attempt(self, arguments: Sequence[Any], *, fresh: bool) -> list[Any]:
-        """What the server replies: how the call ended, whether its process had served before, and more.
-
-        fresh: not in a process that has served before.
-        """
-        limits = asdict(self._limits) | {"fresh": fresh, "copy_life_s": self._copy_life_s}
+    def call(self, *arguments: Any) -> Any:
+        """The function's value. Raises CallFailed, ChildDied if the server behind it was killed, and
+        ConfigError if this machine has no sandbox."""
         with self._lock:
+            if self._lasting:
+                return self._call_lasting(arguments)
             while True:
                 self._start()
-                reply = self._exchange([limits, arguments], self._limits.wall_s + GRACE_S)
-                if reply[0] != "dirty":
-                    return reply
+                kind, *details = self._exchange(
+                    [asdict(self._limits), arguments], self._limits.wall_s + GRACE_S
+                )
+                if kind != "dirty":
+                    return _result(kind, details, self._limits)
                 self._end()  # a call left files that the server cannot remove: start with a new folder
+
+    def _call_lasting(self, arguments: Sequence[Any]) -> Any:
+        self._start()
+        limits, details = self._limits, list[Any]()
+        try:
+            body = self._send_and_receive([arguments], limits.wall_s, limits.output_bytes)
+            kind, details = "answer", [body.decode("utf-8", errors="replace")]
+        except TimeoutError:
+            kind = "time"
+        except OverflowError:
+            kind = "output"
+        except (OSError, EOFError) as error:
+            if self._exit_code == -signal.SIGKILL:  # not by its limits
+                raise self._died(error, limits.wall_s) from None
+            kind, details = "cpu" if self._exit_code == -signal.SIGXCPU else "ended", [self._exit_code]
+        return _result(kind, details, limits)
 
     def close(self) -> None:
         """End the process, also during a call of another thread, which then raises CallFailed."""
@@ -198,6 +207,7 @@ class Sandbox:
             "readable": self._readable,
             "scratch": None if self._scratch is None else str(self._scratch),
             "file_bytes": self._limits.file_bytes,
+            "lasting": asdict(self._limits) if self._lasting else None,
         }
         kind, *details = self._exchange([setup], SETUP_S)
         if kind == "isolated":
@@ -213,7 +223,15 @@ class Sandbox:
             raise CallFailed(f"raised {details[0]}: {details[1]}", details[0])
 
     def _exchange(self, messages: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Send messages and receive one. Any interruption ends the process."""
+        """Send messages to the server, which is trusted, and receive one. Raises ChildDied."""
+        try:
+            reply: list[Any] = json.loads(self._send_and_receive(messages, timeout_s))
+        except (OSError, EOFError) as error:  # nothing that is called can do that
+            raise self._died(error, timeout_s) from None
+        return reply
+
+    def _send_and_receive(self, messages: Sequence[Any], timeout_s: float, most: int | None = None) -> bytes:
+        """Any interruption ends the process. Raises as `receive`, OSError, and EOFError at its end."""
         process = self._process
         assert process is not None, "started by the caller"
         assert process.stdin is not None
@@ -221,30 +239,36 @@ class Sandbox:
         try:
             for message in messages:
                 send(process.stdin.fileno(), message)
-            reply: list[Any] = json.loads(
-                receive_until(process.stdout.fileno(), time.monotonic() + timeout_s)
-            )
+            body = receive(process.stdout.fileno(), time.monotonic() + timeout_s, most)
+            if body is None:
+                raise EOFError
         except BaseException as error:
-            self._end()
-            if isinstance(error, TimeoutError):  # an OSError, too
-                raise ChildDied(
-                    f"The sandbox of {self._what} did not answer within {timeout_s:g} s.",
-                    "It was stopped, or the machine is overloaded.",
-                ) from None
-            if isinstance(error, OSError | EOFError):  # nothing that is called can do that
-                raise ChildDied(
-                    f"The sandbox of {self._what} {describe_exit_code(process.wait())}.",
-                    "The kernel sends SIGKILL when memory runs out.",
-                ) from None
+            is_ending = isinstance(error, BrokenPipeError | EOFError)
+            self._exit_code = self._end(wait=is_ending)
             raise
-        return reply
+        return body
 
-    def _end(self) -> None:
-        """End the process and remove its folder. The caller holds the lock."""
-        process, self._process = self._process, None
+    def _died(self, error: Exception, timeout_s: float) -> ChildDied:
+        if isinstance(error, TimeoutError):
+            return ChildDied(
+                f"The sandbox of {self._what} did not answer within {timeout_s:g} s.",
+                "It was stopped, or the machine is overloaded.",
+            )
+        return ChildDied(
+            f"The sandbox of {self._what} {describe_exit_code(self._exit_code)}.",
+            "The kernel sends SIGKILL when memory runs out.",
+        )
+
+    def _end(self, *, wait: bool = False) -> int:
+        """End the process and remove its folder; its exit code. `wait`: it has closed its pipe, and may be
+        ending by itself. The caller holds the lock."""
+        process, self._process, code = self._process, None, 0
         if process is not None:
+            if wait:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
             process.kill()
-            process.wait()
+            code = process.wait()
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
                 pipe.close()
@@ -253,6 +277,7 @@ class Sandbox:
         if self._folder is not None:
             self._folder.remove()
             self._folder = None
+        return code
 
     @property
     def _scratch(self) -> Path | None:

@@ -1,38 +1,55 @@
 """The process behind a Sandbox: it prepares one function, then runs each call in a confined copy of itself.
 
-The server isolates itself before it imports the function, and its copies (forked_workers.py) inherit that.
-Requests are trusted; what a copy answers is not, so it is only passed on as bytes. Imports only the standard
-library.
+The server isolates itself before it imports the function, and its copies (forks) inherit that. Requests are
+trusted; what a copy answers is not, so it is only passed on as bytes. Imports only the standard library.
 
-If the function has a method `prepare`, this process calls it after the first answer to a call that is not
-`fresh`, for work that later calls need not repeat. The limits of a call hold for it.
+A message is 8 bytes with the length (big-endian), then JSON.
+
+With `lasting` it runs the calls itself: then its replies are not trusted either, and the parent limits their
+size and their time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
 import os
 import resource
 import select
+import shutil
 import signal
 import socket
+import stat
+import struct
+import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from skylite.processes.file_tree import empty_folder
-from skylite.sandbox.bounded_folder import mount_bounded
-from skylite.sandbox.confine import SETUP_BYTES, Protection, isolate, lower_limit
-from skylite.sandbox.count_threads import count_threads
-from skylite.sandbox.forked_workers import Copies
-from skylite.sandbox.landlock import landlock_version
-from skylite.sandbox.messages import receive, send
-from skylite.sandbox.seccomp import architecture
+from skylite.processes.file_tree import entries_below
+from skylite.processes.reaper import die_with_parent
+from skylite.sandbox.confine import (
+    SETUP_BYTES,
+    Protection,
+    isolate,
+    landlock_version,
+    limit_call,
+    limit_cpu,
+    lower_limit,
+    mount_bounded,
+)
 
+LENGTH = struct.Struct(">Q")
+SIZE_S = 0.1
+"""How often the size of the scratch folder is checked."""
+END = b"\n"
+"""Ends an answer. JSON in one line contains none."""
+_ENTRY_BYTES = 4096
+"""Counted for each file and folder, so that empty ones have a limit, too."""
 _F_SETSIG = 10
 _ISOLATED = "isolated"
 
@@ -56,13 +73,10 @@ def main(life: int) -> NoReturn:
     is_bounded = scratch is not None and mount_bounded(scratch, 2 * request["file_bytes"])
     os.chdir(scratch or "/")
     lower_limit(resource.RLIMIT_AS, SETUP_BYTES)
-    arch, resets = architecture(), None
-    if arch is not None:
-        resets = count_threads(arch, private=(requests, replies, life, memory))
-    protection = Protection(landlock_version(), resets is not None, is_bounded)
+    protection = Protection(landlock_version(), is_bounded)
     try:
         isolate([Path(p) for p in request["readable"]], scratch)
-        _check_isolation(scratch)
+        _check_isolation()
     except OSError as error:
         send(replies, [_ISOLATED, error.strerror or str(error)])
         os._exit(1)
@@ -75,33 +89,157 @@ def main(life: int) -> NoReturn:
     gc.collect()
     gc.freeze()  # a collection in a copy would copy every page
     send(replies, ["ready", asdict(protection)])
-    copies = Copies(function, memory, requests, (replies, life), scratch, protection, resets)
-    _serve(function, copies, replies)
+    server = _Server(function, memory, requests, replies, life, scratch, protection)
+    if request["lasting"]:
+        server.answer_here(request["lasting"])
+    server.serve()
 
 
-def _serve(function: Callable[..., Any], copies: Copies, replies: int) -> NoReturn:
-    """Answer requests of two messages: the limits of a call, and its arguments."""
-    prepare = getattr(function, "prepare", None)
-    while True:
-        copies.wait()
-        limits, arguments = receive(copies.requests), receive(copies.requests)
-        if limits is None or arguments is None:
-            os._exit(0)
-        request = json.loads(limits)
-        if copies.scratch is not None and empty_folder(copies.scratch) is not None:
-            send(replies, ["dirty"])
-            continue
-        reply = copies.call(request, arguments)
-        send(replies, reply)
-        if prepare is not None and reply[0] == "answer" and not request["fresh"]:
-            _prepare(prepare, request, copies.memory)
-            prepare = None
+@dataclass(frozen=True, slots=True)
+class _Server:
+    function: Callable[..., Any]
+    memory: int
+    """/proc/self/statm, open."""
+    requests: int
+    """The parent's pipe. When it closes, this process ends."""
+    replies: int
+    life: int
+    scratch: Path | None
+    protection: Protection
+
+    def serve(self) -> NoReturn:
+        """Answer requests of two messages: the limits of a call, and its arguments."""
+        while True:
+            limits, arguments = receive(self.requests), receive(self.requests)
+            if limits is None or arguments is None:
+                os._exit(0)
+            request = json.loads(limits)
+            if self.scratch is not None and not _empty(self.scratch):
+                send(self.replies, ["dirty"])
+                continue
+            send(self.replies, self._call(request, arguments))
+
+    def answer_here(self, limits: dict[str, Any]) -> NoReturn:
+        """Limit this process and answer requests of one message, the arguments, until it breaks a limit."""
+        limit_call(self._address_space(limits), limits["file_bytes"], self.protection)
+        os.close(self.memory)
+        while (arguments := receive(self.requests)) is not None:
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            limit_cpu(int(used.ru_utime + used.ru_stime) + 1 + limits["cpu_s"])
+            send_bytes(self.replies, _answer(self.function, arguments))
+        os._exit(0)
+
+    def _address_space(self, limits: dict[str, Any]) -> int:
+        pages = int(os.pread(self.memory, 64, 0).split()[0])
+        return pages * os.sysconf("SC_PAGE_SIZE") + int(limits["memory_bytes"])
+
+    def _call(self, limits: dict[str, Any], arguments: bytes) -> list[Any]:
+        """How the call ended, and what else the parent gets."""
+        deadline = time.monotonic() + limits["wall_s"]
+        own_end, answers = os.pipe()
+        address_space, server = self._address_space(limits), os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            for descriptor in (self.requests, self.replies, self.life, self.memory, own_end):
+                os.close(descriptor)
+            self._answer_in_copy(arguments, limits, address_space, answers, server)
+        os.close(answers)
+        answer = self._read_until(own_end, deadline, limits)
+        os.close(own_end)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if isinstance(answer, str):
+            return [answer]
+        if answer and code in (0, -signal.SIGKILL):
+            return ["answer", answer.decode("utf-8", errors="replace")]
+        return ["cpu"] if code == -signal.SIGXCPU else ["ended", code]
+
+    def _answer_in_copy(
+        self, arguments: bytes, limits: dict[str, Any], address_space: int, pipe: int, server: int
+    ) -> NoReturn:
+        answer = b""
+        with contextlib.suppress(BaseException):  # nothing runs without limits
+            die_with_parent(server)
+            limit_cpu(limits["cpu_s"], limits["cpu_s"] + 1)  # SIGXCPU, which can be ignored, then SIGKILL
+            limit_call(address_space, limits["file_bytes"], self.protection)
+            answer = _answer(self.function, arguments) + END
+        with contextlib.suppress(OSError):
+            while answer:
+                answer = answer[os.write(pipe, answer) :]
+        os._exit(0)
+
+    def _read_until(self, pipe: int, deadline: float, limits: dict[str, Any]) -> bytes | str:
+        """An answer, or the limit that the call broke: "time", "output" or "files". Ends with the parent."""
+        data = bytearray()
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            wait = left if self.scratch is None else min(left, SIZE_S)
+            ready, _, _ = select.select([pipe, self.requests], [], [], wait)
+            if self.requests in ready:  # nothing is requested during a call: the parent has closed the pipe
+                os._exit(0)
+            if self.scratch is not None and is_larger(self.scratch, limits["file_bytes"]):
+                return "files"
+            if not ready:
+                if time.monotonic() >= deadline:
+                    return "time"
+                continue
+            chunk = os.read(pipe, 1 << 16)
+            data += chunk
+            if len(data) > limits["output_bytes"]:
+                return "output"
+            if not chunk or chunk.endswith(END):
+                return bytes(data)
+
+
+def _answer(function: Callable[..., Any], arguments: bytes) -> bytes:
+    """What the call gives, as JSON: a value, or why there is none."""
+    try:
+        return json.dumps(["value", function(*json.loads(arguments))]).encode()
+    except MemoryError:
+        return b'["memory"]'
+    except BaseException as error:  # noqa: BLE001  # SystemExit too: whatever it is, it is an answer
+        try:
+            text = str(error)[:2000]
+        except BaseException:  # noqa: BLE001  # the code of a class that nobody trusts
+            text = ""
+        return json.dumps(["raised", type(error).__name__, text]).encode()
+
+
+def is_larger(folder: Path, most: int) -> bool:
+    """Whether the files below take more than `most` bytes, or could: a folder that can be filled, not listed.
+
+    Deleted files that are still open are not seen.
+    """
+    size = 0
+    try:
+        for entry in entries_below(folder):
+            size += _ENTRY_BYTES + 512 * entry.stat(follow_symlinks=False).st_blocks
+            if size > most:
+                return True
+    except (FileNotFoundError, NotADirectoryError):
+        # The code removes files meanwhile, which it can in a file system of limited size only.
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def _empty(folder: Path) -> bool:
+    """Remove everything in the folder. Whether that worked."""
+    try:
+        for path in folder.iterdir():
+            if stat.S_ISDIR(path.lstat().st_mode):
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    except (OSError, RecursionError):
+        return False
+    return True
 
 
 def _die_with(life: int) -> None:
     """Let the kernel kill this process when the parent's end of the pipe is gone, also during an import."""
-    import fcntl
-
     fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(life, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
@@ -109,7 +247,7 @@ def _die_with(life: int) -> None:
         os._exit(1)
 
 
-def _check_isolation(scratch: Path | None) -> None:
+def _check_isolation() -> None:
     """Try what must not work. Raises OSError if it does."""
     with contextlib.suppress(PermissionError):
         socket.socket().close()
@@ -119,23 +257,43 @@ def _check_isolation(scratch: Path | None) -> None:
         raise OSError(0, "a file could be written in the sandbox")
 
 
-def _prepare(prepare: Callable[[], None], request: dict[str, Any], memory: int) -> None:
-    """Call `prepare` here, within the limits of one call."""
-    used, pages = resource.getrusage(resource.RUSAGE_SELF), int(os.pread(memory, 64, 0).split()[0])
-    limits = {
-        resource.RLIMIT_AS: pages * os.sysconf("SC_PAGE_SIZE") + request["memory_bytes"],
-        resource.RLIMIT_CPU: int(used.ru_utime + used.ru_stime) + 1 + request["cpu_s"],
-    }
-    before = {kind: resource.getrlimit(kind) for kind in limits}
-    for kind, most in limits.items():
-        lowest = [n for n in (most, *before[kind]) if n != resource.RLIM_INFINITY]
-        resource.setrlimit(kind, (min(lowest), before[kind][1]))
-    with contextlib.suppress(Exception):  # then each call does the work itself
-        prepare()
-    for kind, values in before.items():
-        resource.setrlimit(kind, values)
-    gc.collect()
-    gc.freeze()
+def send(pipe: int, message: object) -> None:
+    """Write one message."""
+    send_bytes(pipe, json.dumps(message).encode())
+
+
+def send_bytes(pipe: int, body: bytes) -> None:
+    data = LENGTH.pack(len(body)) + body
+    while data:
+        data = data[os.write(pipe, data) :]
+
+
+def receive(pipe: int, deadline: float | None = None, most: int | None = None) -> bytes | None:
+    """The JSON of the next message; None when the sender has closed the pipe.
+
+    Raises TimeoutError at the deadline, OverflowError for a message of more than `most` bytes.
+    """
+    header = _read_exactly(pipe, LENGTH.size, deadline)
+    if header is None:
+        return None
+    (length,) = LENGTH.unpack(header)
+    if most is not None and length > most:
+        raise OverflowError
+    return _read_exactly(pipe, length, deadline)
+
+
+def _read_exactly(pipe: int, count: int, deadline: float | None) -> bytes | None:
+    data, waiting = bytearray(), select.poll()  # select() fails for descriptors from 1024 on
+    waiting.register(pipe, select.POLLIN)
+    while len(data) < count:
+        left_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        if not waiting.poll(left_ms):
+            raise TimeoutError("the sandbox does not answer")
+        chunk = os.read(pipe, count - len(data))
+        if not chunk:
+            return None
+        data += chunk
+    return bytes(data)
 
 
 def make_nothing() -> Callable[[], None]:

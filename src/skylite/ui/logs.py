@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from skylite.errors import SkyliteError, WriteFailed, error_line
-from skylite.run.files import append_line, atomic_file, convert_os_errors
+from skylite.errors import SkyliteError, WriteFailed, convert_os_errors, error_line
+from skylite.run.files import append_line, atomic_file
 from skylite.untrusted_text import plain, plain_lines
 
 ON_PANEL: dict[str, Any] = {"on_panel": True}
@@ -181,7 +181,7 @@ def run_log(path: Path) -> Iterator[None]:
 
 def unforeseen_text(error: Exception) -> str:
     """The message for an error that no command foresaw; saves its traceback in the user's state folder."""
-    from skylite.run.trusted_programs import state_folder
+    from skylite.processes.private_folders import state_folder
 
     path = state_folder() / "last-error.log"
     try:

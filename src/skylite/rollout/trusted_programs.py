@@ -1,0 +1,172 @@
+"""Which programs the user has named on this machine. No others run.
+
+Prepared files, recipes and a run's config.json name programs: FILE.py:function, commands, environments, and
+rewards that evaluate data as code. All can come from somebody else. skylite remembers what the user names on
+the command line (`prepare --reward`, `--set`), with the sha256 of the file, in $XDG_STATE_HOME/skylite/
+programs.json. Every other program is refused, and so is other content of the file.
+
+The functions return spec -> sha256 for the allowed files, so that no other content of them runs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from skylite.config.algorithm import AlgorithmConfig
+from skylite.config.loading import is_set
+from skylite.config.train import TrainConfig
+from skylite.data.prompts import PromptFileInfo
+from skylite.environments.episode_spec import check_episode
+from skylite.errors import ConfigError, WriteFailed
+from skylite.processes.private_folders import state_folder
+from skylite.run.files import write_json
+from skylite.untrusted_text import parse_json
+from skylite.user_functions import (
+    ADVANTAGE,
+    CODE_IN_DATA,
+    EPISODE,
+    POLICY_LOSS,
+    REWARD,
+    FunctionKind,
+    check_function,
+    is_command,
+    is_named_as_text,
+    is_program,
+    is_verifiers,
+    program_sha256,
+    resolve_spec,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def remember(*specs: str) -> dict[str, str]:
+    """Note that the user has named these programs, as they are now.
+
+    Leaves out files that cannot be read. Without a writable home the user names programs each time.
+    """
+    hashes = {spec: sha256 for spec in specs if is_program(spec) and (sha256 := program_sha256(spec))}
+    named = _named()
+    updated = named | {resolve_spec(spec): sha256 for spec, sha256 in hashes.items()}
+    updated |= {spec: "" for spec in specs if spec in CODE_IN_DATA or is_named_as_text(spec)}
+    if updated != named:
+        with suppress(WriteFailed):
+            write_json(_state_file(), {"named": updated})
+    return hashes
+
+
+def require_named(specs: Sequence[str], kind: FunctionKind, where: Path) -> dict[str, str]:
+    """Raise ConfigError if `where` names a program that the user has not named, or that has changed since.
+
+    Logs which programs will run.
+    """
+    named, programs = _named(), {}
+    for spec in specs:
+        if not (what := _what(spec)):
+            continue
+        sha256 = named.get(resolve_spec(spec))
+        if sha256 is None:
+            problem = "that you have not named on this machine yourself"
+        elif is_program(spec) and program_sha256(spec) not in (sha256, None):
+            problem = "that has changed since you named it"
+        else:
+            if is_program(spec):
+                logger.info(f"{kind.name}: the program {spec} runs")
+                programs[spec] = sha256
+            continue
+        setting = f"{kind.setting}={json.dumps(list(specs)) if kind is REWARD else specs[0]}"
+        raise ConfigError(
+            f"{where} names the {kind.name} {spec}, {what} {problem}; it was not run.",
+            f"If you trust it as it is now, name it: --set {shlex.quote(setting)}.",
+        )
+    return programs
+
+
+def allow_rewards(
+    functions: Sequence[str], info: PromptFileInfo, data: Path, *, named_by: Path | None = None
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The specs of the reward functions, and the hashes of the programs among them.
+
+    The functions are `functions`, or the reward that `data` was prepared with.
+
+    `named_by`: the file that names `functions`; None: the user names them.
+    Raises ConfigError for a program that only a file names, and for data whose rewards an environment gives.
+    """
+    if not functions and is_verifiers(info.reward):
+        raise ConfigError(
+            f"{data} holds tasks of {info.reward}, whose episodes give the rewards.",
+            f"Train on it with --env {shlex.quote(info.reward)}, or choose a --reward.",
+        )
+    if not functions:
+        return (info.reward,), require_named([info.reward], REWARD, data)
+    return tuple(functions), _allow(functions, REWARD, named_by)
+
+
+def allow_algorithm(
+    config: AlgorithmConfig, *, named_by: Path | None = None, settings: Sequence[str] = ()
+) -> dict[str, str]:
+    """Check that advantage and policy loss may run, and check their files without importing torch.
+
+    `named_by`: the file that names them; None: the user names them. `settings`: the user's --set, which may
+    name them. Raises ConfigError.
+    """
+    programs: dict[str, str] = {}
+    for spec, kind in ((config.advantage, ADVANTAGE), (config.policy_loss, POLICY_LOSS)):
+        if is_program(spec):
+            programs |= _allow([spec], kind, named_by, settings)
+            check_function(spec, kind)
+    return programs
+
+
+def allow_episode(spec: str, *, named_by: Path | None = None, settings: Sequence[str] = ()) -> dict[str, str]:
+    """Check that env.episode may run. Arguments as for `allow_algorithm`. Raises ConfigError."""
+    check_episode(spec)
+    return _allow([spec], EPISODE, named_by, settings)
+
+
+def accept_same_rewards(
+    recorded: TrainConfig, config: TrainConfig, info: PromptFileInfo, settings: Sequence[str]
+) -> TrainConfig:
+    """If --set names the rewards that the run uses already, allow them and undo that change in `config`."""
+    functions = recorded.reward.functions
+    if not is_set(settings, REWARD.setting) or config.reward.functions != (functions or [info.reward]):
+        return config
+    remember(*config.reward.functions)
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"functions": functions})})
+
+
+def _allow(
+    specs: Sequence[str], kind: FunctionKind, named_by: Path | None, settings: Sequence[str] = ()
+) -> dict[str, str]:
+    """Remember what the user names, on the command line or with `settings`; else require it."""
+    if named_by is None or is_set(settings, kind.setting):
+        return remember(*specs)
+    return require_named(specs, kind, named_by)
+
+
+def _what(spec: str) -> str:
+    """What would run, for a message; empty for what is skylite's own."""
+    if is_program(spec):
+        return "a Python program"
+    if spec in CODE_IN_DATA:
+        return "which evaluates parts of data and completions as code (in a sandbox) and"
+    return ("a command" if is_command(spec) else "installed code") if is_named_as_text(spec) else ""
+
+
+def _state_file() -> Path:
+    return state_folder() / "programs.json"
+
+
+def _named() -> dict[str, str]:
+    """Program, with its absolute path -> sha256 of its file."""
+    try:
+        value = parse_json(_state_file().read_text(encoding="utf-8"))
+        return {str(spec): str(sha256) for spec, sha256 in value["named"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        # Missing or damaged. Nothing counts as named, so that every program is asked for again.
+        return {}
