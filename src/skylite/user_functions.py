@@ -30,7 +30,7 @@ class FunctionKind:
     arguments: str
     returns: str
     takes_two: bool = True
-    """Whether it is called with two arguments. Rewards are called by name (rewards/reward_arguments.py)."""
+    """Whether it is called with two arguments. Rewards are called by name (rewards/call_rewards.py)."""
 
 
 REWARD = FunctionKind(

@@ -14,8 +14,9 @@ from skylite.evaluation.confidence_interval import mean_score
 from skylite.evaluation.evaluate import EvalResult
 from skylite.evaluation.harness_gsm8k import harness_score
 from skylite.evaluation.paired_test import bootstrap_p, compare, mcnemar_exact
-from skylite.evaluation.scores import answer_of, boxed, can_vote, ks_for, majority_score, pass_at_k
+from skylite.evaluation.scores import answer_of, can_vote, ks_for, majority_score, pass_at_k
 from skylite.evaluation.summary import metrics_of
+from skylite.rewards.math import closed_box
 from skylite.types import Call, Group, Prompt, Trajectory
 
 
@@ -107,7 +108,7 @@ def test_the_majority_of_exact_match_uses_the_settings_of_the_data() -> None:
     ],
 )
 def test_boxed(text: str, found: str | None) -> None:
-    assert boxed(text) == found
+    assert closed_box(text) == found
     assert answer_of("math", text) == found
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import get_args
 
-import pytest
-
 from skylite.algorithms.advantages import GROUP_ADVANTAGES
 from skylite.algorithms.losses import AGGREGATIONS, POLICY_LOSSES
 from skylite.config import algorithm
 from skylite.config.rollout import RewardParameters
-from skylite.rewards.built_in import BUILT_IN, NEEDS_ANSWER, built_in_function
+from skylite.rewards.built_in import BUILT_IN
 
 ALONG_TRAJECTORIES = {"reinforce++", "gae"}
 """trainer/assign_advantages.py computes these token by token."""
@@ -24,8 +22,5 @@ def test_every_algorithm_setting_has_a_function() -> None:
 
 def test_every_reward_has_a_function_of_its_own() -> None:
     parameters = RewardParameters(pattern="x", max_length=5)
-    functions = [built_in_function(name, parameters) for name in BUILT_IN]
+    functions = [reward.function(parameters) for reward in BUILT_IN.values()]
     assert len({getattr(f, "__qualname__", type(f).__name__) for f in functions}) == len(BUILT_IN)
-    assert set(NEEDS_ANSWER) < set(BUILT_IN)
-    with pytest.raises(NotImplementedError, match="forgotten"):
-        built_in_function("forgotten", parameters)

@@ -11,7 +11,7 @@ import pytest
 from skylite.config.rollout import RewardConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.errors import ConfigError
-from skylite.rewards.components import load_components
+from skylite.rewards import load_components
 from skylite.rewards.right_completion import PROBES
 from skylite.rollout.reference_answers import check_references
 from skylite.types import Prompt

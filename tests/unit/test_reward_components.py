@@ -12,7 +12,7 @@ import pytest
 from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, RunFailed
-from skylite.rewards.components import OTHER_METRICS, component_names, load_components, score_components
+from skylite.rewards import OTHER_METRICS, component_names, load_components, score_components
 from skylite.rewards.worker_pool import RewardPool
 from skylite.rollout.plan import plan_run
 from skylite.rollout.sampling import SampledStep

@@ -13,8 +13,13 @@ from trl.rewards import accuracy_reward, think_format_reward
 
 from skylite.errors import ConfigError, RunFailed
 from skylite.rewards import load_reward
-from skylite.rewards.call_rewards import finite_scores, reward_function, score
-from skylite.rewards.reward_arguments import SignatureProblem, read_signature
+from skylite.rewards.call_rewards import (
+    SignatureProblem,
+    finite_scores,
+    read_signature,
+    reward_function,
+    score,
+)
 from skylite.types import Message, Prompt
 from tests.unit.data_cases import prompt
 

@@ -10,7 +10,7 @@ import pytest
 from skylite.cli.prepare import prepare_data as prepare
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.errors import ConfigError, DataError
-from skylite.rewards.reward_arguments import Item
+from skylite.rewards.call_rewards import Item
 from skylite.rewards.right_completion import PROBES, USUAL_FORMS, fill, find_form, usual_score
 from skylite.types import Prompt
 from tests.unit.data_cases import prompt

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, read_template
 from skylite.data.prompts import PromptFileInfo
-from skylite.data.user_examples import SYSTEMS
 from skylite.engine.vllm.context_length import context_length
 from skylite.hub.resolve import resolve_model
 from skylite.notes import Note, notes_of
 from skylite.progress_reporting import long_work
+from skylite.rewards.built_in import default_system
 from skylite.rewards.right_completion import ANSWER, fill, is_made_up
 from skylite.rollout.sources import source_for
 from skylite.types import Prompt
@@ -97,7 +97,7 @@ def _longest_answer(tokenizer: ChatTokenizer, train: Sequence[Prompt], info: Pro
 
 def _room(limits: Limits, info: PromptFileInfo) -> int:
     """Tokens that a completion gets at least: more where the model has to think."""
-    thinks = info.reward in SYSTEMS or is_made_up(info.answer_template) or not info.has_answers
+    thinks = bool(default_system(info.reward)) or is_made_up(info.answer_template) or not info.has_answers
     return limits.thoughts if thinks and not info.few_shot else limits.completion
 
 

@@ -13,9 +13,8 @@ from skylite.data.user_columns import ColumnFlags, missing_flags
 from skylite.data.user_tables import OwnSource, read_own_tables
 from skylite.errors import ConfigError, RunFailed
 from skylite.rewards import load_reward
-from skylite.rewards.built_in import BUILT_IN, NEEDS_ANSWER
-from skylite.rewards.call_rewards import RewardFunction, finite_scores
-from skylite.rewards.reward_arguments import ANSWER_NAMES, Item
+from skylite.rewards.built_in import BUILT_IN, needs_answer
+from skylite.rewards.call_rewards import ANSWER_NAMES, Item, RewardFunction, finite_scores
 from skylite.rewards.right_completion import ANSWER, USUAL_FORMS, RightForm, fill, find_form, probe_rows
 from skylite.rollout.trusted_programs import remember
 from skylite.types import Prompt
@@ -133,7 +132,7 @@ def _checked_reward(
             "The reward reasoning-gym only scores the entries of reasoning-gym.",
             "Use gsm8k, math or FILE.py:function.",
         )
-    if chosen.spec in NEEDS_ANSWER and not chosen.has_answers:
+    if needs_answer(chosen.spec) and not chosen.has_answers:
         raise ConfigError(
             f"The reward {chosen.spec} compares with a reference answer, and --no-answer says that there is "
             "none.",

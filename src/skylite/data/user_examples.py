@@ -23,18 +23,12 @@ from skylite.data.user_columns import (
 )
 from skylite.data.user_tables import OwnSource, filter_rows, read_own_tables
 from skylite.errors import ConfigError, DataError
-from skylite.rewards.built_in import DEFAULTS, reference_answer, reference_completion
+from skylite.rewards.built_in import DEFAULTS, default_system, reference_answer, reference_completion
 from skylite.rewards.right_completion import PROBES, RightForm, fill, is_made_up
 from skylite.types import Message, Prompt
 
 HELD_OUT_SHARE = 0.05
 """Share of the distinct questions in validation, and in test."""
-SYSTEMS = {
-    "gsm8k": "Solve the problem step by step. End with a line of #### and the answer as a number.",
-    "format": "Solve the problem step by step. End with a line of #### and the answer as a number.",
-    "math": "Solve the problem step by step. Put the final answer in \\boxed{}.",
-}
-"""Reward -> system text; prompts for FILE.py:function have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +197,7 @@ class PromptMaker:
     def default_system(self) -> str:
         """System text of prompts whose chat has none."""
         given = self.data.system
-        return SYSTEMS.get(self.data.reward, "") if given is None else given
+        return default_system(self.data.reward) if given is None else given
 
     def key(self, row: Row) -> str:
         """What makes two questions equal."""

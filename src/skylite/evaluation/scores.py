@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 
 from skylite.config.rollout import RewardParameters
-from skylite.rewards.built_in import DEFAULTS
-from skylite.rewards.gsm8k import final_number
-from skylite.rewards.text_rewards import ExactMatch
-
-_BOXED = re.compile(r"\\f?boxed\s*\{")
+from skylite.rewards.built_in import BUILT_IN, DEFAULTS
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -43,26 +38,10 @@ def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> fl
 
 def answer_of(reward: str, completion: str, parameters: RewardParameters = DEFAULTS) -> str | None:
     """What a completion answers, equal for answers that the reward treats as one; None without an answer."""
-    if reward == "exact_match":
-        settings = parameters.answer_pattern, parameters.compare, parameters.ignore_case
-        return ExactMatch(*settings).vote(completion)
-    if reward == "gsm8k":
-        number = final_number(completion)
-        return None if number is None else str(number)
-    return boxed(completion) if reward == "math" else None
+    vote = BUILT_IN[reward].vote if reward in BUILT_IN else None
+    return None if vote is None else vote(completion, parameters)
 
 
 def can_vote(reward: str) -> bool:
     """Whether `answer_of` finds the answers of this reward."""
-    return reward in ("gsm8k", "math", "exact_match")
-
-
-def boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} without whitespace; None without a closed one."""
-    for match in reversed(list(_BOXED.finditer(text))):
-        depth = 1
-        for end in range(match.end(), len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return "".join(text[match.end() : end].split())
-    return None
+    return reward in BUILT_IN and BUILT_IN[reward].vote is not None

@@ -14,6 +14,7 @@ TIMEOUT_S = 5
 _WORDS = re.compile(r"(?<!\\)\b[A-Za-z]{3,}\b")
 _TEXT = re.compile(r"\\(?:(?:text|mbox)(?:bf|it|rm)?|begin|end)\{[^{}]*\}")
 """Words that LaTeX marks: text, such as a name, and environments."""
+_BOXED = re.compile(r"\\f?boxed\s*\{")
 _FUNCTIONS = frozenset(
     ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "log", "exp", "sqrt")
 )
@@ -69,6 +70,17 @@ def last_boxed(text: str) -> str | None:
         depth += (character == "{") - (character == "}")
         if depth == 0:
             return rest[1:position].strip() or None
+    return None
+
+
+def closed_box(text: str) -> str | None:
+    r"""The content of the last \boxed{...} that is closed, without whitespace; None without one."""
+    for match in reversed(list(_BOXED.finditer(text))):
+        depth = 1
+        for end in range(match.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return "".join(text[match.end() : end].split())
     return None
 
 

@@ -1,10 +1,16 @@
-"""reasoning-gym's scorers, for entries that were stored as JSON. They run in a sandbox."""
+"""reasoning-gym's scorers, for entries that were stored as JSON. They run in a sandbox (`make_scorer`)."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
+import sys
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from skylite.errors import DataError
@@ -14,6 +20,7 @@ from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox, require_sandbox
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
 _TUPLE = "!tuple"
 _PAIRS = "!pairs"
+_DRAWING = ("matplotlib", "mpl_toolkits")
 LIMITS = Limits(memory_bytes=1 << 30, cpu_s=10, wall_s=20.0, output_bytes=1024)
 """For scoring one answer."""
 MOST_SANDBOXES = 4
@@ -47,6 +54,12 @@ def reasoning_gym(completion: str, *, task: str, entry: Any, answer: str = "") -
     return 0.0
 
 
+def reasoning_gym_reward() -> Callable[..., float]:
+    """The reward, if this machine has what it needs. Raises what `check_reasoning_gym` does."""
+    check_reasoning_gym()
+    return reasoning_gym
+
+
 def check_reasoning_gym() -> None:
     """Raises DataError without reasoning-gym, and ConfigError if this machine cannot run it in a sandbox."""
     if importlib.util.find_spec("reasoning_gym") is None:
@@ -73,7 +86,7 @@ def _sandbox(task: str) -> Sandbox:
     if task not in _sandboxes:
         if len(_sandboxes) == MOST_SANDBOXES:
             _sandboxes.popitem(last=False)[1].close()
-        _sandboxes[task] = Sandbox("skylite.rewards.reasoning_gym_scorer:make_scorer", task, limits=LIMITS)
+        _sandboxes[task] = Sandbox("skylite.rewards.reasoning_gym:make_scorer", task, limits=LIMITS)
     _sandboxes.move_to_end(task)
     return _sandboxes[task]
 
@@ -102,3 +115,45 @@ def from_json(value: Any) -> Any:
             return {from_json(k): from_json(v) for k, v in value[_PAIRS]}
         return {k: from_json(v) for k, v in value.items()}
     return value
+
+
+def make_scorer(task: str) -> Callable[[Any, str], float]:
+    """In the sandbox: (entry as JSON, answer) -> score. Many scorers evaluate both as Python or SymPy."""
+    sys.meta_path.insert(0, _NoDrawing())
+    import reasoning_gym
+
+    scorer: Callable[[str, Any], float] = reasoning_gym.get_score_answer_fn(task)
+    with contextlib.suppress(Exception):
+        # Fill caches, such as SymPy's, with an example of the package's own: each call starts from here.
+        example = reasoning_gym.create_dataset(task, seed=0, size=1)[0]
+        scorer(example["answer"], example)
+    return lambda entry, answer: float(scorer(answer, from_json(entry)))
+
+
+class _NoDrawing(MetaPathFinder, Loader):
+    """Replaces matplotlib: reasoning-gym imports it, but no scorer draws.
+
+    Its import takes seconds, and a folder to write in, which the sandbox does not have.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in _DRAWING else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Absent(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class _Absent(ModuleType):
+    """A module that has every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        from unittest.mock import MagicMock
+
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock()

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from skylite.rewards.reward_arguments import Item
+from skylite.rewards.call_rewards import Item
 from skylite.types import Prompt
 
 ANSWER = "{answer}"

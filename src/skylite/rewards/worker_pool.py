@@ -19,9 +19,9 @@ from skylite.errors import ChildDied, RunFailed, convert_os_errors
 from skylite.processes.private_folders import TemporaryFolder
 from skylite.processes.reaper import die_with_parent
 from skylite.processes.streams import printed_lines
+from skylite.rewards import Component, load_components, score_components
 from skylite.rewards.built_in import DEFAULTS
-from skylite.rewards.components import Component, load_components, score_components
-from skylite.rewards.reward_arguments import Item
+from skylite.rewards.call_rewards import Item
 from skylite.types import Score
 from skylite.untrusted_files import open_to_append
 

@@ -14,9 +14,9 @@ from skylite.config.rollout import RewardConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.errors import ConfigError, RunFailed
 from skylite.notes import Note, warning
-from skylite.rewards.built_in import BUILT_IN, NEEDS_ANSWER, reference_completion, without_extraction
-from skylite.rewards.components import Component
-from skylite.rewards.reward_arguments import Item
+from skylite.rewards import Component
+from skylite.rewards.built_in import BUILT_IN, needs_answer, reference_completion, without_extraction
+from skylite.rewards.call_rewards import Item
 from skylite.rewards.right_completion import USUAL_FORMS, find_form, probe_rows
 from skylite.rewards.worker_pool import RewardPool
 from skylite.types import Prompt
@@ -63,7 +63,7 @@ def check_references(
 
 def _gets_answer(spec: str, component: Component) -> bool:
     if spec in BUILT_IN:
-        return spec in NEEDS_ANSWER
+        return needs_answer(spec)
     return component.function.signature.takes_rest or component.function.signature.asks_for_answer
 
 

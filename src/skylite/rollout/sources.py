@@ -25,7 +25,7 @@ from skylite.environments.source import RolloutSource
 from skylite.notes import Note, notes_of
 from skylite.processes.child import Supervisor
 from skylite.processes.streams import printed_lines
-from skylite.rewards.components import load_components
+from skylite.rewards import load_components
 from skylite.rewards.worker_pool import RewardPool
 from skylite.rollout.prompt_check import CheckedPrompts, check_prompts, fitting_prompts, require_chats
 from skylite.rollout.reference_answers import check_references
