@@ -24,7 +24,7 @@ from write_or_check import write_or_check
 
 from skylite.cli.main import app
 from skylite.config.train import TrainConfig
-from skylite.run.metric_table import Metric, metric_sections
+from skylite.run.metrics_file import Metric, metric_sections
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
 MADE_BY = "<!-- Made by docs/generate_reference.py from the code. Do not edit: run `make docs-reference`. -->"

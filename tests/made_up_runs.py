@@ -26,8 +26,7 @@ from skylite.notes import Note
 from skylite.processes.hardware import machine_facts
 from skylite.rollout.step_metrics import correlation
 from skylite.run.files import write_json
-from skylite.run.held_out_scores import Label, write_score
-from skylite.run.metrics_file import append_metrics
+from skylite.run.metrics_file import Label, append_metrics, write_score
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.run.status import Phase, Status, write_status

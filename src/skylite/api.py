@@ -11,8 +11,7 @@ import pyarrow as pa
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import ConfigError
-from skylite.run.held_out_scores import held_out_scores
-from skylite.run.metrics_file import read_metrics
+from skylite.run.metrics_file import held_out_scores, read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.run.status import Status, current_status

@@ -36,8 +36,7 @@ from skylite.rollout.resume import remove_after
 from skylite.rollout.shutdown import ask_trainer_to_end
 from skylite.rollout.trusted_programs import remember
 from skylite.run.files import append_line, write_json
-from skylite.run.held_out_scores import write_score
-from skylite.run.metrics_file import append_metrics
+from skylite.run.metrics_file import append_metrics, write_score
 from skylite.run.own_folders import lock_folder
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir, adapter_name

@@ -18,7 +18,7 @@ from skylite.engine.engine_pool import EnginePool
 from skylite.engine.retrying_client import Engine
 from skylite.engine.vllm.client import VllmClient
 from skylite.errors import SyncFailed
-from skylite.export.transformers_model import load_float32, model_logprobs
+from skylite.export.canary_check import load_float32, model_logprobs
 from skylite.run.files import sha256_file, write_json
 from skylite.run.run_dir import AdapterVersion, adapter_name
 from tests.damaged_adapters import DAMAGE

@@ -14,13 +14,12 @@ from skylite.adapters.manifest import Canary, Manifest
 from skylite.config.loading import read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_rows
+from skylite.export.canary_check import load_float32, model_logprobs
 from skylite.export.plan import ExportFlags
-from skylite.export.transformers_model import load_float32, model_logprobs
 from skylite.hub.resolve import resolve_model
 from skylite.rollout.plan import plan_run, write_run
 from skylite.run.files import sha256_file
-from skylite.run.held_out_scores import write_score
-from skylite.run.metrics_file import append_metrics
+from skylite.run.metrics_file import append_metrics, write_score
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.types import Message
 from tests.engines import TARGET_MODULES, write_random_adapter

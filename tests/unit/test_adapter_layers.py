@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from skylite.errors import ModelError
-from skylite.report.adapter_layers import effective_rank, layer_updates, singular_values
+from skylite.report.page_data import effective_rank, layer_updates, singular_values
 
 NAME = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
 

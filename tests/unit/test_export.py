@@ -21,16 +21,15 @@ from skylite.data.chat_tokenizer import load_tokenizer
 from skylite.errors import ConfigError, ModelError, RunFailed, SkyliteError, WriteFailed
 from skylite.export import plan as planning
 from skylite.export import weights as export_weights
+from skylite.export.canary_check import load_float32, model_logprobs
 from skylite.export.model_card import about_data, data_info, results
 from skylite.export.plan import plan_export
 from skylite.export.run import export
-from skylite.export.transformers_model import load_float32, model_logprobs
 from skylite.hub.resolve import resolve_model
 from skylite.run.files import sha256_file
-from skylite.run.held_out_scores import write_score
+from skylite.run.metrics_file import write_score
 from skylite.run.run_dir import RunDir
 from tests.unit.export_cases import CANARY, SYSTEM, flags, install_converter, make_run, record
-from tests.unit.work_cases import recorded_work
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +68,6 @@ def test_a_peft_folder_loads_with_peft_and_transformers(tiny_llama: Path, run: R
     for name, digest in stored["sha256"].items():
         assert sha256_file(out / name) == digest, name
     assert set(stored["sha256"]) | {"export.json"} == {p.name for p in out.iterdir()}
-
-
-def test_each_part_of_an_export_knows_how_long_it_took_before(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    for name in ("first", "second"):
-        with recorded_work() as found:
-            export(plan_export(flags(run, out=tmp_path / name, merge=True)), check_vllm=False)
-        assert len(found) == 3
-        assert all((work.expected_s is not None) is (name == "second") for work in found)
 
 
 def test_the_model_card_describes_the_run(run: RunDir, out: Path) -> None:

@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 
 from skylite.engine.vllm.startup_progress import start_stage
-from skylite.hub.download_bar import download_bar
+from skylite.hub.hub_client import download_bar
 from skylite.progress_reporting import LongWork, duration, long_work, show_long_work
-from skylite.run.remembered_durations import remember_s, remembered_s
 from skylite.ui import progress_line
 from skylite.ui.dashboard import Screen
 from skylite.ui.live_panel import panel_lines
@@ -125,21 +124,6 @@ def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging()
     work_for(0.01)
     assert capsys.readouterr() == ("", "")
-
-
-def test_durations_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert remembered_s("start") is None
-    remember_s("start", 31.5)
-    assert remembered_s("start") == 31.5
-    remember_s("load", 0.5)
-    assert (remembered_s("start"), remembered_s("load")) == (31.5, 0.5)
-    for no_duration in (0.0, -0.5):
-        remember_s("start", no_duration)
-        assert remembered_s("start") is None
-    (file,) = tmp_path.rglob("durations.json")
-    file.write_text("[")
-    assert remembered_s("load") is None
 
 
 @pytest.mark.parametrize(

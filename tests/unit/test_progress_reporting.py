@@ -13,10 +13,8 @@ from typer.testing import CliRunner
 from skylite.cli.adapters import verify
 from skylite.cli.main import app
 from skylite.cli.report import report
-from skylite.errors import ModelError
-from skylite.progress_reporting import LongWork, long_work
+from skylite.progress_reporting import long_work
 from skylite.rollout import replay
-from skylite.run.remembered_durations import remembered_s, remembered_work
 from skylite.ui import progress_line
 from tests.made_up_runs import write_made_up_run
 from tests.unit.simulated_run import run_of
@@ -57,21 +55,6 @@ def test_a_replay_counts_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with recorded_work() as found:
         assert asyncio.run(replay.replay_step(run, 1, {})) == same
     assert parts(found) == [("training again up to step 1", 2, 2)]
-
-
-def test_work_is_expected_to_take_as_long_as_the_last_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(LongWork, "elapsed_s", 5.0)
-    with recorded_work() as found:
-        with remembered_work("pushing", "push", 10):
-            pass
-        assert remembered_s("push") == 0.5
-        with pytest.raises(ModelError), remembered_work("pushing", "push", 20):
-            raise ModelError("it failed", "")
-    assert remembered_s("push") == 0.5, "a failure tells nothing"
-    assert [work.expected_s for work in found] == [None, 10.0]
 
 
 @pytest.mark.parametrize("flag", ["--json", "--quiet"])

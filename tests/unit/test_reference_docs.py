@@ -12,7 +12,7 @@ import pytest
 
 from skylite.config.algorithm import PRESETS
 from skylite.hub.resolve import tensor_shapes
-from skylite.run.metric_table import metrics_by_name
+from skylite.run.metrics_file import metrics_by_name
 from skylite.run.rollout_file import ROLLOUT_SCHEMA
 from skylite.run.run_dir import RunDir
 from tests.unit.doc_scripts import script

@@ -12,7 +12,7 @@ from skylite.config.loading import load_config
 from skylite.config.rollout import RolloutConfig
 from skylite.config.train import SyncConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
-from skylite.run.held_out_scores import Label, held_out_scores, remove_scores_after, write_score
+from skylite.run.metrics_file import Label, held_out_scores, remove_scores_after, write_score
 from skylite.run.run_dir import RunDir, adapter_name, published_versions
 
 

@@ -20,8 +20,7 @@ from skylite.rollout.resume import remove_after
 from skylite.rollout.shutdown import TimeLimit
 from skylite.rollout.step_metrics import busy_s
 from skylite.run.events import read_events
-from skylite.run.held_out_scores import held_out_scores, scores_are_binary
-from skylite.run.metrics_file import read_metrics
+from skylite.run.metrics_file import held_out_scores, read_metrics, scores_are_binary
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.types import Prompt, Score

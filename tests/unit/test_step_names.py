@@ -14,7 +14,7 @@ from skylite.config.loading import read_run_config
 from skylite.rollout.replay import copy_for_replay
 from skylite.rollout.resume import remove_after
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, write_checkpoint_manifest
-from skylite.run.held_out_scores import held_out_scores
+from skylite.run.metrics_file import held_out_scores
 from skylite.run.run_dir import RunDir
 from skylite.ui.end_message import stopped_text
 from tests.rows import random_samples

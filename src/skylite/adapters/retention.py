@@ -13,7 +13,7 @@ from skylite.errors import convert_os_errors
 from skylite.processes.file_tree import remove_tree, tree_bytes
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import TEMPORARY_MARK, temporary_sibling
-from skylite.run.held_out_scores import held_out_scores
+from skylite.run.metrics_file import held_out_scores
 from skylite.run.run_dir import RunDir, published_versions, sampling_version
 
 logger = logging.getLogger(__name__)

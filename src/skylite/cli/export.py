@@ -21,7 +21,7 @@ from skylite.export.push import check_push
 from skylite.export.push import push as upload
 from skylite.export.run import export as write_export
 from skylite.processes.file_tree import tree_bytes
-from skylite.run.remembered_durations import remembered_work
+from skylite.progress_reporting import long_work
 from skylite.ui.logs import show
 
 logger = logging.getLogger(__name__)
@@ -118,9 +118,7 @@ def export(
     if push is not None:
         message = f"{plan.name} of a skylite run ({plan.out.name})"
         size = tree_bytes(plan.out)
-        # The rate of small pushes says nothing about large ones: remember it by the digits of the size.
-        key = f"push a byte of a size of {len(str(size))} digits"
-        with remembered_work(f"pushing {size / 1e6:.0f} MB to {push}", key, size):
+        with long_work(f"pushing {size / 1e6:.0f} MB to {push}"):
             address = upload(plan.out, push, token, public=public, message=message)
         facts["pushed_to"] = address
         if not as_json:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from skylite.data.raw_rows import Table, read_table
 from skylite.errors import DataError
-from skylite.hub.download_bar import download_bar
-from skylite.hub.hub_errors import HubRefusal, hub_refusals
+from skylite.hub.hub_client import HubRefusal, download_bar, hub_refusals
 from skylite.processes.file_tree import files_below
 from skylite.progress_reporting import long_work
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from skylite.adapters.manifest import Canary
 from skylite.engine.canary_bf16 import MAX_VISIBLE, Scores
 from skylite.engine.canary_float32 import read_float32
 from skylite.engine.canary_reading import TOO_SMALL
-from skylite.errors import RunFailed
+from skylite.errors import ModelError, RunFailed
 
 TOLERANCE = 0.002  # as for the engines of a run in float32
 """Largest difference of a logprob in nats, when the arithmetic is float32."""
@@ -156,3 +159,44 @@ def _projection(own: Sequence[float], policy: Sequence[float], start: Sequence[f
 
 def flat(rows: Rows) -> list[float]:
     return [x for row in rows for x in row]
+
+
+def load_float32(folder: Path, **options: Any) -> Any:
+    """A local transformers model in float32. Never runs code from the folder."""
+    import torch
+    from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # skylite shows its own
+    # The bar of GGUF files ignores that.
+    modeling_gguf_pytorch_utils.tqdm = lambda items, **_: items
+    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    try:
+        model = load(
+            str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False, **options
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise ModelError(
+            f"transformers cannot load {folder}: {type(error).__name__} {error}.",
+            "Check that this version of transformers knows the model.",
+        ) from None
+    return model.eval()
+
+
+def versions(*packages: str) -> str:
+    """Such as `transformers 5.19.0 and peft 0.21.2`."""
+    return " and ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+
+
+def model_logprobs(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    """[S][L - 1] logprobs in nats of all tokens but each first, by a transformers model."""
+    import torch
+
+    found = []
+    with torch.inference_mode():
+        for ids in sequences:
+            tokens = torch.tensor([list(ids)])
+            logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+            chosen = torch.log_softmax(logits, dim=-1).gather(1, tokens[0, 1:, None])
+            found.append(chosen[:, 0].tolist())
+    return found

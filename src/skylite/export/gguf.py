@@ -15,8 +15,7 @@ from typing import Any
 
 from skylite.adapters.manifest import Canary
 from skylite.errors import ConfigError, RunFailed
-from skylite.export.canary_check import Check, Rows, check_export
-from skylite.export.transformers_model import load_float32, model_logprobs, versions
+from skylite.export.canary_check import Check, Rows, check_export, load_float32, model_logprobs, versions
 from skylite.processes.import_path import NEUTRAL_FOLDER
 from skylite.untrusted_text import plain_lines
 

@@ -21,7 +21,7 @@ from skylite.hub.model_files import model_files
 from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, resolve_model, tensor_shapes
 from skylite.processes.hardware import available_memory
 from skylite.run.files import format_bytes
-from skylite.run.held_out_scores import held_out_scores, scores_are_binary
+from skylite.run.metrics_file import held_out_scores, scores_are_binary
 from skylite.run.own_folders import require_own_place
 from skylite.run.run_dir import RunDir
 from skylite.untrusted_files import read_text

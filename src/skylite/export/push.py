@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from skylite.errors import ConfigError, RunFailed
-from skylite.hub.download_bar import without_hub_bars
+from skylite.hub.hub_client import without_hub_bars
 from skylite.untrusted_text import plain
 
 TOKEN_VARIABLE = "HF_TOKEN"

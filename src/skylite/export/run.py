@@ -13,10 +13,9 @@ from skylite.data.prompts import first_messages
 from skylite.engine.retrying_client import Engine
 from skylite.engine.vllm.server_command import BASE_NAME
 from skylite.engine.vllm.single_engine import run_on_engine, single_engine_spec
-from skylite.export.canary_check import Check, check_export
+from skylite.export.canary_check import Check, check_export, versions
 from skylite.export.model_card import MESSAGES, data_info, model_card
 from skylite.export.plan import ExportPlan
-from skylite.export.transformers_model import versions
 from skylite.export.weights import export_weights
 from skylite.processes.file_tree import files_below
 from skylite.run.files import atomic_folder, sha256_file, write_json

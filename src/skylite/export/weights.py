@@ -5,48 +5,50 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skylite.adapters.import_adapter import CONFIG, WEIGHTS, read_warm_start
-from skylite.data.chat_tokenizer import run_template
+from skylite.data.chat_tokenizer import ChatTemplate, run_template
 from skylite.errors import ModelError
-from skylite.export.canary_check import Check, check_base, check_export
-from skylite.export.chat_template import write_template
+from skylite.export.canary_check import (
+    Check,
+    check_base,
+    check_export,
+    load_float32,
+    model_logprobs,
+    versions,
+)
 from skylite.export.gguf import check_gguf, convert_to_gguf
 from skylite.export.plan import ExportPlan, adapter_weights, prompt_files
-from skylite.export.transformers_model import load_float32, model_logprobs, versions
 from skylite.hub.resolve import check_folder as check_model_folder
 from skylite.processes.file_tree import remove_tree
-from skylite.progress_reporting import LongWork
-from skylite.run.files import sha256_file
-from skylite.run.remembered_durations import remembered_work
+from skylite.progress_reporting import long_work
+from skylite.run.files import sha256_file, write_json
+from skylite.untrusted_files import read_text
+from skylite.untrusted_text import parse_json
+
+TEMPLATE, OLD_TEMPLATE, TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 
 
 def export_weights(plan: ExportPlan, folder: Path) -> list[Check]:
     """Write what the plan asks for into `folder` and check it. Raises SkyliteError subclasses."""
     if not plan.has_merged_weights:
         write_adapter(plan, folder, plan.base_name)
-        with _work(plan, "loading the base model and the adapter in float32"):
+        with long_work("loading the base model and the adapter in float32"):
             return [load_adapted(plan, folder).check]
     merged = folder if plan.merge else folder / "merged"
     checks, merged_logprobs = write_merged(plan, merged)
     if plan.gguf:
         file = folder / f"{plan.name}-{plan.dtype}.gguf"
-        with _work(plan, "converting to GGUF"):
+        with long_work("converting to GGUF"):
             convert_to_gguf(merged, file, plan.dtype)
-        with _work(plan, "loading the GGUF file"):
+        with long_work("loading the GGUF file"):
             checks += check_gguf(file, plan.manifest.canary, merged_logprobs)
         if not plan.merge:
             remove_tree(merged)
     return checks
-
-
-def _work(plan: ExportPlan, what: str) -> AbstractContextManager[LongWork]:
-    """A part of an export; how long it takes depends on the model and the type of its weights."""
-    return remembered_work(what, f"export {plan.base_name} {plan.dtype} {what}")
 
 
 def write_adapter(plan: ExportPlan, folder: Path, base_name: str) -> None:
@@ -123,14 +125,14 @@ def write_merged(plan: ExportPlan, folder: Path) -> tuple[list[Check], list[list
 
     temporary = folder / "adapter"
     try:
-        with _work(plan, "loading the base model and the adapter in float32"):
+        with long_work("loading the base model and the adapter in float32"):
             write_adapter(plan, temporary, str(plan.base.path))
             adapted = load_adapted(plan, temporary)
     finally:
         remove_tree(temporary)
     canary, base = plan.manifest.canary, adapted.base_logprobs
     by = f"{versions('transformers', 'peft')} in float32"
-    with _work(plan, "merging"):
+    with long_work("merging"):
         merged = adapted.model.merge_and_unload(safe_merge=True)
         logprobs = model_logprobs(merged, canary.sequences)
         what = "merged weights before the cast"
@@ -143,7 +145,7 @@ def write_merged(plan: ExportPlan, folder: Path) -> tuple[list[Check], list[list
     del adapted, merged
     gc.collect()
     copy_prompt_files(plan, folder)
-    with _work(plan, "loading the merged model"):
+    with long_work("loading the merged model"):
         return [*checks, check_folder(plan, folder, rounded, base)], rounded
 
 
@@ -160,3 +162,39 @@ def check_folder(
     if plan.dtype == "float32":
         return check_export(what, by, logprobs, canary, is_exact=True, base=base)
     return check_export(what, by, logprobs, canary, is_exact=True, rounded=rounded, base=base)
+
+
+def write_template(template: ChatTemplate, folder: Path) -> None:
+    """Replace the base's template in `folder` if the run used another, or arguments. Raises ModelError.
+
+    No file of a model holds arguments of its template, so they become the template's first lines.
+    """
+    if template.text is None and not template.args:
+        return
+    tokenizer = parse_json(read_text(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else {}
+    text = template.text if template.text is not None else _own_template(folder, tokenizer)
+    if text is None:
+        raise ModelError(
+            f"The run set arguments of the chat template ({', '.join(template.args)}); the base has none.",
+            "Restore the base model's chat template.",
+        )
+    defaults = "".join(_default(name, value) for name, value in template.args.items())
+    (folder / TEMPLATE).write_text(defaults + text, encoding="utf-8")
+    (folder / OLD_TEMPLATE).unlink(missing_ok=True)
+    if tokenizer.pop("chat_template", None) is not None:
+        write_json(folder / TOKENIZER, tokenizer)
+
+
+def _own_template(folder: Path, tokenizer: dict[str, Any]) -> str | None:
+    if (folder / TEMPLATE).is_file():
+        return read_text(folder / TEMPLATE)
+    found = tokenizer.get("chat_template")
+    if isinstance(found, list):  # named ones
+        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _default(name: str, value: object) -> str:
+    """A line that sets an argument unless the caller gives it."""
+    literal = "none" if value is None else json.dumps(value)
+    return f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"

@@ -21,8 +21,8 @@ from skylite.errors import ModelError, convert_os_errors
 from skylite.processes.child import ProcessSpec, kill, log_tail, start
 from skylite.processes.file_tree import remove_tree
 from skylite.processes.private_folders import open_lock
+from skylite.progress_reporting import long_work
 from skylite.run.files import atomic_folder, require_space, sha256_file, write_json
-from skylite.run.remembered_durations import remembered_work
 from skylite.untrusted_text import parse_json
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _convert_in_child(gguf: Path, folder: Path) -> None:
     argv = [sys.executable, "-m", "skylite.hub.bundled_smollm2", str(gguf), str(folder)]
     child = start(ProcessSpec(name="conversion", argv=argv, env={}, log_path=log))
     try:
-        with remembered_work("converting the weights", "convert smollm2"):
+        with long_work("converting the weights"):
             code = child.process.wait()
     finally:
         kill(child)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from skylite.errors import ModelError
-from skylite.hub.download_bar import download_bar
+from skylite.hub.hub_client import download_bar
 from skylite.hub.model_files import model_files
 from skylite.progress_reporting import long_work
 from skylite.run.files import sha256_file
@@ -203,7 +203,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
     """Download the files of a model, or find them in the hub cache. Raises ModelError."""
     from huggingface_hub import snapshot_download
 
-    from skylite.hub.hub_errors import HubRefusal, hub_refusals
+    from skylite.hub.hub_client import HubRefusal, hub_refusals
 
     try:
         with hub_refusals(name, "model"), long_work(f"downloading {name}", in_bytes=True) as work:

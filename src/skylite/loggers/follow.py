@@ -36,8 +36,7 @@ from skylite.errors import ConfigError, DataError, SkyliteError, convert_os_erro
 from skylite.loggers.writers import WRITERS, LoggedSample, LoggerRun, NewFolder, Writer
 from skylite.processes.private_folders import open_lock
 from skylite.run.files import append_line, require_space
-from skylite.run.held_out_scores import held_out_scores
-from skylite.run.metrics_file import EVAL_METRIC, read_metrics
+from skylite.run.metrics_file import EVAL_METRIC, held_out_scores, read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.types import is_number

@@ -15,8 +15,7 @@ import pyarrow.compute as pc
 from skylite.api import Run, load_run
 from skylite.errors import ConfigError, DataError, SkyliteError
 from skylite.evaluation.confidence_interval import MeanScore, mean_score
-from skylite.run.held_out_scores import Label
-from skylite.run.metrics_file import read_metrics
+from skylite.run.metrics_file import Label, read_metrics
 from skylite.run.rollout_file import read_columns
 from skylite.run.run_dir import RunDir, numbered_paths
 from skylite.run.status import ENDED, Status, is_alive, read_status

@@ -8,8 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from skylite.errors import SkyliteError, error_line
-from skylite.report.alarm_evidence import window
-from skylite.report.alarms import find_alarms
+from skylite.report.alarms import find_alarms, window
 from skylite.report.read_run import RunFacts, age_s, number
 
 Facts = dict[str, Any]

@@ -10,8 +10,14 @@ from skylite.environments.source import GroupRequest
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
 from skylite.progress_reporting import long_work
 from skylite.rollout.session_resources import Session
-from skylite.run.held_out_scores import Label, held_out_scores, scores_are_binary, write_score
-from skylite.run.metrics_file import EVAL_METRIC, add_to_step
+from skylite.run.metrics_file import (
+    EVAL_METRIC,
+    Label,
+    add_to_step,
+    held_out_scores,
+    scores_are_binary,
+    write_score,
+)
 from skylite.run.run_dir import adapter_name
 
 

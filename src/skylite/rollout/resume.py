@@ -35,8 +35,7 @@ from skylite.rollout.step_metrics import recovered_metrics, require_numbers
 from skylite.rollout.trusted_programs import accept_same_rewards, allow_algorithm
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
 from skylite.run.files import fsync_path
-from skylite.run.held_out_scores import remove_scores_after
-from skylite.run.metrics_file import read_metrics, write_metrics
+from skylite.run.metrics_file import read_metrics, remove_scores_after, write_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.run.status import read_status

@@ -1,18 +1,29 @@
-"""`metrics.jsonl`: one line per step, written only by the parent."""
+"""`metrics.jsonl`, one line per step, written only by the parent; held-out scores; what each number means."""
 
 from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+from skylite.config.checkpoint import EvalConfig
 from skylite.errors import DataError
-from skylite.run.files import append_line, atomic_file
-from skylite.untrusted_files import read_bytes
+from skylite.run.files import append_line, atomic_file, write_json
+from skylite.run.run_dir import RunDir, numbered_paths
+from skylite.untrusted_files import read_bytes, read_text
 from skylite.untrusted_text import parse_json
 
+Label = Literal["before", "step", "after"]
+"""When a run evaluates on held-out problems."""
+DESCRIPTIONS = "metrics.toml"
+LARGEST = 1e100
+"""Sums of larger numbers and their squares would overflow. They count as missing."""
 EVAL_METRIC = "eval/reward_mean"
 """The held-out score of the version that a step published, once it is evaluated."""
 
@@ -82,9 +93,93 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     return {key: None if _is_absurd(value) else value for key, value in metrics.items()}
 
 
-LARGEST = 1e100
-"""Sums of larger numbers and their squares would overflow. They count as missing."""
-
-
 def _is_absurd(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) > LARGEST
+
+
+def write_score(
+    run: RunDir, label: Label, version: int, mean: float, config: EvalConfig, *, is_binary: bool
+) -> None:
+    """Record a held-out score of the run, next to the parquet file with its completions."""
+    facts = {"mean": mean, "is_binary": is_binary, "version": version}
+    body = {**facts, "split": config.split, "limit": config.limit}
+    write_json(run.evals / f"{label}-v{version:06d}.json", body)
+
+
+def held_out_scores(run: RunDir, config: EvalConfig) -> dict[int, float]:
+    """Version -> mean score, from the run's own evaluations on the problems of `config`.
+
+    Raises DataError for a damaged file.
+    """
+    scores: dict[int, float] = {}
+    results = [numbered_paths(run.evals, f"{label}-v", ".json").values() for label in get_args(Label)]
+    for path in (p for paths in results for p in paths):
+        try:
+            body = parse_json(read_text(path))
+            if (body["split"], body["limit"]) == (config.split, config.limit):
+                scores[int(body["version"])] = float(body["mean"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path} is not a valid held-out result: {type(error).__name__} {error}.", "Remove that file."
+            ) from None
+    return scores
+
+
+def scores_are_binary(run: RunDir) -> bool:
+    """Whether all held-out scores of the run are 0 or 1, so that their means are accuracies."""
+    files = [numbered_paths(run.evals, f"{label}-v", ".json").values() for label in get_args(Label)]
+    for path in (p for paths in files for p in paths):
+        try:
+            if parse_json(read_text(path)).get("is_binary") is not True:
+                return False
+        except (OSError, ValueError, AttributeError):
+            return False
+    return True
+
+
+def remove_scores_after(run: RunDir, version: int) -> None:
+    """Delete the run's own evaluations of versions after `version`."""
+    for label, suffix in product(get_args(Label), (".json", ".parquet")):
+        for found, path in numbered_paths(run.evals, f"{label}-v", suffix).items():
+            if found > version:
+                path.unlink()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One metric, in words for the reader."""
+
+    name: str
+    meaning: str
+    unit: str
+    good: str
+    """What a healthy run shows."""
+    bad: str
+    """What another value means."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSection:
+    """Metrics under one heading."""
+
+    heading: str
+    about: str
+    metrics: tuple[Metric, ...]
+
+
+def metric_sections() -> tuple[MetricSection, ...]:
+    """All metrics, in the order of the reference page."""
+    tree = tomllib.loads(files("skylite.run").joinpath(DESCRIPTIONS).read_text(encoding="utf-8"))
+    return tuple(
+        MetricSection(
+            heading=heading,
+            about=rows.get("about", ""),
+            metrics=tuple(Metric(name=name, **row) for name, row in rows.items() if name != "about"),
+        )
+        for heading, rows in tree.items()
+    )
+
+
+def metrics_by_name() -> dict[str, Metric]:
+    """`reward/mean` -> its row. `reward/NAME` stands for each reward function."""
+    return {metric.name: metric for section in metric_sections() for metric in section.metrics}

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from skylite.engine.vllm.server_command import ENGINE_COMMAND, EngineSpec
+from skylite.engine.vllm.server_command import EngineSpec
 from skylite.processes.child import Child, raw_log_tail
 from skylite.progress_reporting import LongWork, duration, long_work
-from skylite.run.remembered_durations import remembered_work
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +49,7 @@ def engine_starting(spec: EngineSpec, child: Child, *, is_logged: bool = True) -
     def stage() -> str:
         return start_stage(raw_log_tail(child.spec.log_path, child.log_start))
 
-    what, key = f"{spec.name} starts", f"start {spec.device} {spec.model_path.name}"
-    # A command of tests starts at once: its time says nothing about vLLM's.
-    is_vllm = ENGINE_COMMAND not in os.environ
-    with remembered_work(what, key, detail=stage) if is_vllm else long_work(what, detail=stage) as work:
+    with long_work(f"{spec.name} starts", detail=stage) as work:
         yield work
     if is_logged:
         logger.info(f"{spec.name} is ready after {duration(work.elapsed_s)}")
