@@ -15,6 +15,8 @@ from unittest import mock
 import train_phase
 from gpu_sizes import Sizes, model_config, sizes_of, varied_groups
 
+from skylite.run.rollout_file import examples_of
+
 if TYPE_CHECKING:
     import torch
     from gpu_check import Report
@@ -130,16 +132,15 @@ def measured(
 
 def run_steps(done: Measured, policy: Policy, sizes: Sizes, config: TrainConfig, dist: Dist) -> None:
     """Train, and add each step to `done`."""
-    from skylite.trainer.optimizer import make_optimizer
     from skylite.trainer.step import train_step
+    from skylite.trainer.trainer import make_trainer
 
-    optim = config.optim
-    optimizer = make_optimizer("policy", policy.lora, optim.lr, optim.max_grad_norm, optim)
+    trainer = make_trainer(policy, config, dist)
     weights = train_phase.count_weights(policy)
     for step in range(1, STEPS + 1):
-        groups = varied_groups(sizes, step)
+        examples = examples_of(varied_groups(sizes, step))
         started = time.perf_counter()
-        metrics = train_step(policy, optimizer, groups, step, config, dist)
+        metrics = train_step(trainer, examples, step)
         done.seconds.append(time.perf_counter() - started)
         done.flop.append(train_phase.work(weights, metrics, policy.packing == "tree"))
         done.metrics.append(metrics)
@@ -174,21 +175,21 @@ def profile(report: Report, shape: str) -> None:
     use_trainer_environment()
     import torch
 
-    from skylite.trainer.optimizer import make_optimizer
     from skylite.trainer.step import train_step
+    from skylite.trainer.trainer import make_trainer
 
     shape, sizes = sizes_of(shape, report.dry_run)
     report.put("budget", sizes.budget)
     config, policy, _, dist = build(shape, sizes, "sdpa", "selective", "tree")
     on_gpu = policy.device.type == "cuda"
-    optimizer = make_optimizer("policy", policy.lora, config.optim.lr, 1.0, config.optim)
-    groups = varied_groups(sizes, 1)[: 2 if report.dry_run else 3]
+    trainer = make_trainer(policy, config, dist)
+    examples = examples_of(varied_groups(sizes, 1)[: 2 if report.dry_run else 3])
     for step in (1, 2):
-        train_step(policy, optimizer, groups, step, config, dist)
+        train_step(trainer, examples, step)
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if on_gpu else [])]) as profiler:
         started = time.perf_counter()
-        metrics = train_step(policy, optimizer, groups, 3, config, dist)
+        metrics = train_step(trainer, examples, 3)
         seconds = time.perf_counter() - started
     spent, calls = Counter[str](), Counter[str]()
     for event in profiler.key_averages():
@@ -239,31 +240,28 @@ def out_of_memory(report: Report, shape: str) -> None:
     from skylite.config.train import Resolved, RunConfig
     from skylite.run.run_dir import RunDir
     from skylite.trainer import loop
-    from skylite.trainer.optimizer import make_optimizer
+    from skylite.trainer.trainer import make_trainer
 
     shape, sizes = sizes_of(shape, report.dry_run)
     config, policy, choices, dist = build(shape, sizes, "sdpa", "selective", "tree")
     resolved = Resolved(
         model_path="", model_fingerprint="", dtype="bfloat16", device=policy.device.type, lora_sync_path=""
     )
-    optimizer = make_optimizer("policy", policy.lora, config.optim.lr, 1.0, config.optim)
     setattr(loop, "publish_version", lambda *_: {})  # noqa: B010 -- no engine waits for it
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
-        trainer = loop.Trainer(
+        state = loop.LoopState(
             run=RunDir(Path(folder)),
             run_config=RunConfig(skylite_version="gpu-check", config=config, resolved=resolved),
-            dist=dist,
-            policy=policy,
-            optimizer=optimizer,
-            critic=None,
+            trainer=make_trainer(policy, config, dist),
             canary_sequences=[],
             base_logprobs=[],
             choices=choices,
         )
         take_memory(policy)
         for step in (1, 2):
-            trainer, result = loop.try_until_it_fits(trainer, varied_groups(sizes, step), step)
-            tokens = trainer.config.trainer.tokens_per_micro_batch
+            examples = examples_of(varied_groups(sizes, step))
+            state, result = loop.try_until_it_fits(state, examples, step)
+            tokens = state.config.trainer.tokens_per_micro_batch
             grad_norm = result.metrics.get("optim/grad_norm")
             row = {"step": step, "tokens_per_micro_batch": tokens, "grad_norm": grad_norm}
             row |= memory_of(policy.device)
@@ -276,21 +274,21 @@ def take_memory(policy: Policy) -> None:
     """Leave the trainer SPARE_GIB on a GPU; on a CPU, fail for more than DRY_RUN_TOKENS tokens."""
     import torch
 
-    from skylite.trainer import step
+    from skylite.algorithms.policy_gradient import PolicyGradient
 
     if policy.device.type == "cuda":
         total = torch.cuda.get_device_properties(policy.device).total_memory
         limit = torch.cuda.memory_reserved(policy.device) + SPARE_GIB * 2**30
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), policy.device)
         return
-    right = step.micro_batch_loss
+    right = PolicyGradient.loss
 
-    def limited(micro: Any, *args: Any) -> Any:
-        if len(micro.token_weights) > DRY_RUN_TOKENS:
+    def limited(algorithm: Any, x: Any) -> Any:
+        if len(x.policy_logprobs) > DRY_RUN_TOKENS:
             raise MemoryError("a dry run's memory is full")
-        return right(micro, *args)
+        return right(algorithm, x)
 
-    setattr(step, "micro_batch_loss", limited)  # noqa: B010
+    setattr(PolicyGradient, "loss", limited)  # noqa: B010
 
 
 def build(

@@ -140,8 +140,9 @@ def measure_pass(model: Path, dtype: str, tokens: str, checkpointing: str) -> di
     from skylite.model.checked_shortcuts import enable_shortcuts
     from skylite.model.packing import pack_tokens
     from skylite.model.policy import load_policy, score
+    from skylite.trainer.micro_batch_memory import peak_bytes, release_cached_memory, reset_peak_bytes
     from skylite.trainer.optimizer import make_optimizer
-    from skylite.trainer.process_memory import peak_bytes, release_cached_memory, reset_peak_bytes
+    from skylite.types import completion_example
     from tests.small_run import lone_rank
 
     config = settings(int(tokens), checkpointing)
@@ -155,9 +156,7 @@ def measure_pass(model: Path, dtype: str, tokens: str, checkpointing: str) -> di
         make_optimizer("policy", policy.lora, 1e-4, 1.0, config.optim)
         length = config.rollout.max_completion_tokens
         packed = pack_tokens(
-            [[1] * PROMPT] * GROUP,
-            [[2 + i] * (length + 1) for i in range(GROUP)],
-            [0] * GROUP,
+            [completion_example([1] * PROMPT, [2 + i] * (length + 1), trajectory=i) for i in range(GROUP)],
             policy.packing,
             policy.device,
         )

@@ -135,13 +135,16 @@ def timed_steps(
     args: argparse.Namespace, policy: Policy, optimizer: FlatAdamW, config: TrainConfig, dist: Dist
 ) -> tuple[float, dict[str, float]]:
     """Median seconds of the steps after the first, and the last step's metrics."""
+    from skylite.run.rollout_file import examples_of
     from skylite.trainer.step import train_step
+    from skylite.trainer.trainer import Trainer
 
+    trainer = Trainer(config=config, dist=dist, policy=policy, optimizer=optimizer)
     seconds: list[float] = []
     for step in range(1, args.steps + 1):
-        groups = random_groups(args, step)
+        examples = examples_of(random_groups(args, step))
         started = time.perf_counter()
-        metrics = train_step(policy, optimizer, groups, step, config, dist)
+        metrics = train_step(trainer, examples, step)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds[1:]), metrics
 

@@ -21,9 +21,12 @@ from skylite.model.packing import Packing
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
 from skylite.processes.hardware import Dtype
+from skylite.run.rollout_file import examples_of
 from skylite.trainer.critic import Critic
+from skylite.trainer.micro_batches import Table, arrange
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.step import train_step
+from skylite.trainer.trainer import Trainer, make_algorithm
 from tests.reference import reference_loss
 from tests.rows import Row, groups_of, random_samples
 from tests.small_run import resolved
@@ -99,7 +102,13 @@ def train_rows(
     critic: Critic | None = None,
 ) -> dict[str, float]:
     """Run `train_step` on rows."""
-    return train_step(policy, optimizer, groups_of(rows), step, config, dist, critic)
+    trainer = Trainer(config=config, dist=dist, policy=policy, optimizer=optimizer, critic=critic)
+    return train_step(trainer, examples_of(groups_of(rows)), step)
+
+
+def table_of(rows: Sequence[Row], config: TrainConfig) -> Table:
+    """The step of these rows, as the trainer arranges it."""
+    return arrange(examples_of(groups_of(rows)), make_algorithm(config), config)
 
 
 def gradients_after_step(

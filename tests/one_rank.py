@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,5 +20,8 @@ class OneRank:
 
     def all_reduce_sum_(self, values: Tensor) -> Tensor:
         return values
+
+    def share(self, value: Any) -> Any:
+        return value
 
     all_reduce_max_ = all_gather = broadcast_ = all_reduce_sum_

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skylite.run.rollout_file import write_rollouts
-from skylite.types import Call, Group, Message, Prompt, Trajectory
+from skylite.types import Call, Group, Message, Prompt, TrainingExample, Trajectory, completion_example
 
 VOCAB = 256
 
@@ -49,6 +49,14 @@ def groups_of(rows: Sequence[Row]) -> list[Group]:
         )
         for g in sorted(found)
     ]
+
+
+def completions_of(
+    prompts: Sequence[list[int]], completions: Sequence[list[int]], groups: Sequence[int]
+) -> list[TrainingExample]:
+    """One trajectory of one call for each prompt and its completion."""
+    rows = zip(prompts, completions, groups, strict=True)
+    return [completion_example(p, c, group=g, trajectory=i) for i, (p, c, g) in enumerate(rows)]
 
 
 def trajectory_of(row: Row) -> Trajectory:

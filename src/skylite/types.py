@@ -99,6 +99,12 @@ class Trajectory:
         return self.reward + self.penalty
 
     @property
+    def call_rewards(self) -> tuple[float, ...]:
+        """What the last token of each call earned, with the penalty in the last one."""
+        turns = self.turn_rewards or (*[0.0] * (len(self.calls) - 1), self.reward)
+        return (*turns[:-1], turns[-1] + self.penalty)
+
+    @property
     def num_tokens(self) -> int:
         """Sampled tokens of all calls."""
         return sum(len(s.completion_token_ids) for s in self.calls)
@@ -167,6 +173,18 @@ class TrainingExample:
     def scored(self) -> IntArray:
         """[C] places of the tokens with a weight."""
         return np.flatnonzero(self.weights)
+
+
+def completion_example(
+    prompt: Sequence[int], completion: Sequence[int], group: int = 0, trajectory: int = 0
+) -> TrainingExample:
+    """A completion that the trainer scores, such as one of the canary's."""
+    return TrainingExample(
+        token_ids=np.array([*prompt, *completion], dtype=np.int64),
+        weights=np.repeat(np.array([0, 1], dtype=np.float32), [len(prompt), len(completion)]),
+        group=group,
+        trajectory=trajectory,
+    )
 
 
 @dataclass(frozen=True, slots=True)

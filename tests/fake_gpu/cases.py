@@ -10,6 +10,7 @@ import gc
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,15 +30,14 @@ from skylite.resources.gpu_memory_plan import TrainerMemory, trainer_memory
 from skylite.resources.model_sizes import sizes_of
 from skylite.trainer.critic import make_critic
 from skylite.trainer.metrics import MetricSums
-from skylite.trainer.micro_batch_plan import Batch, arrange
-from skylite.trainer.micro_batches import MicroBatch
+from skylite.trainer.micro_batches import MicroBatch, Table
 from skylite.trainer.optimizer import make_optimizer
-from skylite.trainer.precompute_logprobs import precompute
-from skylite.trainer.step import critic_forward_backward, forward_backward
+from skylite.trainer.trainer import Trainer
+from tests.cases import table_of
 from tests.fake_gpu.memory import Allocation, LiveBytes
 from tests.fake_gpu.mode import GPU, HostSync, NoCopies, efficient_attention, fake_gpu
 from tests.fake_gpu.policies import fake_policy, micro_batch, one_rank
-from tests.rows import Row, groups_of
+from tests.rows import Row
 from tests.small_run import settings
 from tests.tiny_models import tiny_config
 
@@ -68,7 +68,7 @@ def model_config(family: str) -> Any:
     return config
 
 
-def group_batch(config: TrainConfig, vocab: int = VOCAB) -> Batch:
+def group_batch(config: TrainConfig, vocab: int = VOCAB) -> Table:
     """One group: a shared prompt and completions that share nothing."""
     rng = random.Random(0)
     prompt = [rng.randrange(vocab) for _ in range(PROMPT)]
@@ -82,7 +82,7 @@ def group_batch(config: TrainConfig, vocab: int = VOCAB) -> Batch:
         )
         for index in range(GROUP)
     ]
-    return arrange(groups_of(rows), config.algorithm)
+    return table_of(rows, config)
 
 
 def trained(family: str, packing: Any, config: TrainConfig) -> tuple[LiveBytes, MicroBatch]:
@@ -96,11 +96,13 @@ def trained(family: str, packing: Any, config: TrainConfig) -> tuple[LiveBytes, 
         memory.reset_peak()
         with NoCopies():
             micro = micro_batch(batch, range(GROUP), policy, config)
-            known, sums = [precompute(policy, critic, micro, config)], MetricSums()
-            column, choices = torch.empty_like(micro.token_weights), [(micro.token_weights, None)]
-            forward_backward(policy, optimizer, [micro], known, [column], choices, config, sums)
+            dist, sums = one_rank(), MetricSums()
+            trainer = Trainer(config=config, dist=dist, policy=policy, optimizer=optimizer, critic=critic)
+            column = torch.empty_like(micro.token_weights)
+            computed = replace(trainer.forward(micro), advantages=column, returns=column)
+            trainer.forward_backward("policy", [computed], sums)
             if critic is not None:
-                critic_forward_backward(policy, critic, [micro], known, [column], sums)
+                trainer.forward_backward("critic", [computed], sums)
             optimizer.adamw.step()
         assert {x.device for x in [*sums.sums.values(), sums.worst] if x is not None} == {GPU}
         assert all(p.grad is not None and p.grad.device == GPU for p in policy.lora.values())

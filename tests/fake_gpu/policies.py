@@ -20,8 +20,8 @@ from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.packing import Packing
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
-from skylite.trainer.micro_batch_plan import Batch, Part
-from skylite.trainer.micro_batches import MicroBatch, _micro_batch
+from skylite.trainer.micro_batches import MicroBatch, Table, make_micro_batch
+from skylite.trainer.trainer import make_algorithm
 from tests.fake_gpu.mode import GPU
 from tests.one_rank import OneRank
 
@@ -73,8 +73,8 @@ def fake_policy(
     return policy
 
 
-def micro_batch(batch: Batch, numbers: Sequence[int], policy: Policy, config: TrainConfig) -> MicroBatch:
+def micro_batch(table: Table, numbers: Sequence[int], policy: Policy, config: TrainConfig) -> MicroBatch:
     """The micro-batch of these trajectories, as `pack` makes it."""
     size = BatchSize(1000, len(numbers), config.rollout.max_completion_tokens)
-    parts = [Part(n, 0, len(batch.trajectory(n).calls)) for n in numbers]
-    return _micro_batch(batch, parts, size, policy, config.algorithm)
+    examples = [e for n in numbers for e in table.trajectories[n]]
+    return make_micro_batch(table, examples, size, make_algorithm(config), policy)

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from skylite.model.packing import upload
-from skylite.trainer.assign_advantages import assign_advantages
+from skylite.run.rollout_file import examples_of
 from skylite.trainer.critic import make_critic
-from skylite.trainer.micro_batch_plan import arrange
-from skylite.trainer.micro_batches import _needed
+from skylite.trainer.micro_batches import arrange
 from skylite.trainer.optimizer import make_optimizer
+from skylite.trainer.precompute import credit
 from skylite.trainer.step import train_step
+from skylite.trainer.trainer import Trainer
 from tests.fake_gpu.cases import model_config
 from tests.fake_gpu.mode import GPU, NoCopies, fake_gpu
 from tests.fake_gpu.policies import fake_policy, one_rank
@@ -43,9 +44,8 @@ def known_waits(mode: FakeTensorMode) -> Iterator[Waits]:
     """Give the plan, the advantages and what the step fetches real values, and list each wait."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("skylite.trainer.step.arrange", with_values(arrange))
-        patch.setattr("skylite.trainer.micro_batches._needed", with_values(_needed))
-        patch.setattr("skylite.trainer.step.assign_advantages", with_values(assign_advantages))
-        patch.setattr("skylite.trainer.assign_advantages.upload", under(mode, upload))
+        patch.setattr("skylite.trainer.precompute.credit", with_values(credit))
+        patch.setattr("skylite.trainer.precompute.upload", under(mode, upload))
         waits = Waits()
         stub_fetches(patch, waits)
         stub_uploads(patch, waits, mode)
@@ -117,14 +117,16 @@ def step_of(family: str, algorithm: dict[str, Any], checkpointing: str) -> tuple
     config = settings(
         algorithm=algorithm, trainer={"tokens_per_micro_batch": 40, "checkpointing": checkpointing}
     )
-    groups = groups_of(random_samples(0))
+    examples = examples_of(groups_of(random_samples(0)))
     with fake_gpu() as mode:
         policy = fake_policy(model_config(family), config, "tree")
         optim = config.optim
         optimizer = make_optimizer("policy", policy.lora, optim.lr, optim.max_grad_norm, optim)
         critic = make_critic(policy, config, one_rank()) if config.algorithm.uses_critic else None
         with known_waits(mode) as waits, NoCopies():
-            metrics = train_step(policy, optimizer, groups, 1, config, one_rank(), critic)
+            dist = one_rank()
+            trainer = Trainer(config=config, dist=dist, policy=policy, optimizer=optimizer, critic=critic)
+            metrics = train_step(trainer, examples, 1)
     for one in [optimizer] if critic is None else [optimizer, critic.optimizer]:
         moments = [state["exp_avg"] for state in one.adamw.state.values()]
         assert len(moments) == len(one.params)

@@ -208,7 +208,7 @@ def stop(folder: Path, v: int) -> None:
 
 
 def checkpoint(run: RunDir, step: int, optimizer: FlatAdamW) -> None:
-    save_checkpoint(run, step, settings(), [optimizer], {"rank-0": torch.zeros(64, dtype=torch.uint8)})
+    save_checkpoint(run, step, settings(), [optimizer])
 
 
 def outcome(work: Callable[[], Any]) -> dict[str, Any]:

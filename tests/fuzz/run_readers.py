@@ -29,7 +29,7 @@ from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.run.status import Status, write_status
 from skylite.trainer.anomaly import consecutive_skips
-from skylite.trainer.canary import longest_prompt, wait_for_canary
+from skylite.trainer.canary import longest_prompt, read_canary
 from skylite.trainer.checkpoint import load_checkpoint, save_checkpoint
 from skylite.trainer.micro_batch_memory import recorded_tokens
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
@@ -81,8 +81,7 @@ def _optimizer() -> FlatAdamW:
 
 def _prepare_checkpoint(folder: Path) -> None:
     (folder / "checkpoints").mkdir()
-    random_state = {"rank-0": torch.get_rng_state()}
-    save_checkpoint(RunDir(folder), 1, settings(), [_optimizer()], random_state)
+    save_checkpoint(RunDir(folder), 1, settings(), [_optimizer()])
     for name in CHECKPOINT_FILES:
         copy(folder, f"{STEP}/{name}", f"good-{name}")
 
@@ -105,7 +104,7 @@ def _checkpoint_file(name: str) -> Damage:
 
 def _read_checkpoint(folder: Path) -> None:
     verify_checkpoint(folder / STEP)
-    load_checkpoint(folder / STEP, [_optimizer()], ONE_RANK)
+    load_checkpoint(folder / STEP, [_optimizer()])
 
 
 def _prepare_step_files(folder: Path) -> None:
@@ -126,7 +125,7 @@ def _read_step_files(folder: Path) -> None:
     recover_metrics(run, 0, 1)
     read_all(
         lambda _: recorded_tokens(run, "auto"),
-        lambda _: (wait_for_canary(run), longest_prompt(run)),
+        lambda _: (read_canary(run), longest_prompt(run)),
         lambda _: consecutive_skips(run, 2),
         lambda _: run.read_count(run.trainer_step_path(1), "tokens_per_micro_batch"),
     )(folder)

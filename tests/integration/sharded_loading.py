@@ -15,6 +15,7 @@ from skylite.model import loading
 from skylite.model.policy import load_policy, score
 from skylite.model.process_group import process_group, set_threads
 from tests.cases import PROBE
+from tests.rows import completions_of
 from tests.small_run import resolved, settings
 
 
@@ -31,7 +32,9 @@ def main(out: Path, models: list[Path]) -> None:
             sharded = {n: p for n, p in policy.model.named_parameters() if isinstance(p, DTensor)}
             here = torch.tensor([float(sum(p.to_local().numel() for p in sharded.values()))])
             tokens = pack_tokens(
-                [PROBE[:5]] * 2, [PROBE[5:9], PROBE[9:14]], [0, 0], policy.packing, policy.device
+                completions_of([PROBE[:5]] * 2, [PROBE[5:9], PROBE[9:14]], [0, 0]),
+                policy.packing,
+                policy.device,
             )
             with torch.no_grad():
                 logprobs = score(policy, tokens, 1.0)[0]

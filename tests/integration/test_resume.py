@@ -85,7 +85,7 @@ def test_a_run_of_one_rank_resumes_on_two_and_a_run_of_two_on_one(straight: RunD
     state = run.read_json(run.checkpoint_path(4) / "state.json")
     moved = largest_difference(weights(straight, 4), weights(straight, 2))
     assert largest_difference(weights(run, 4), weights(straight, 4)) < 1e-3 * moved
-    assert (state["num_ranks"], state["optimizer_updates"]) == (2, {"policy": 8})
+    assert state["optimizer_updates"] == {"policy": 8}
     made_by_two = (run.default_adapters / "policy-v000004" / "manifest.json").stat().st_ino
     assert resume_trainer(run, 1, at=4) == 4
     # Publishing an existing version again keeps it if it is equal, and raises SyncFailed if not.

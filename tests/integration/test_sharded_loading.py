@@ -20,6 +20,7 @@ from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import load_policy, score
 from tests.cases import PROBE
+from tests.rows import completions_of
 from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import make_tiny_model
 
@@ -96,7 +97,7 @@ def test_the_sharded_model_computes_the_same_as_the_full_one(
             load_policy(resolved(models[family], models[family]), settings(), dist), PROBE
         )
         tokens = pack_tokens(
-            [PROBE[:5]] * 2, [PROBE[5:9], PROBE[9:14]], [0, 0], policy.packing, policy.device
+            completions_of([PROBE[:5]] * 2, [PROBE[5:9], PROBE[9:14]], [0, 0]), policy.packing, policy.device
         )
         torch.testing.assert_close(
             found[family]["logprobs"], score(policy, tokens, 1.0)[0], atol=1e-5, rtol=1e-5

@@ -15,9 +15,11 @@ from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.policy import load_policy
 from skylite.rollout.judge_rollouts import RolloutJudge
 from skylite.run.files import write_json
+from skylite.run.rollout_file import examples_of
 from skylite.trainer.canary import base_canary_logprobs
 from skylite.trainer.optimizer import make_optimizer
 from skylite.trainer.step import train_step
+from skylite.trainer.trainer import Trainer
 from skylite.types import Group
 from tests.engines import EngineServer, running_server
 from tests.rows import Row, groups_of
@@ -70,7 +72,8 @@ def trained(model: Path, groups: list[Group]) -> tuple[list[list[float]], list[d
         policy, _ = enable_shortcuts(policy, list(range(20, 40)))
         canary = base_canary_logprobs(policy, CANARY)
         optimizer = make_optimizer("policy", policy.lora, 1e-3, 1e9, own.optim)
-        train_step(policy, optimizer, groups, 1, own, dist, None, facts)
+        trainer = Trainer(config=own, dist=dist, policy=policy, optimizer=optimizer)
+        train_step(trainer, examples_of(groups), 1, facts)
     return canary, facts["rollout_gaps"]["bins"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +21,8 @@ from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
 from skylite.model.packing import PackedTokens
 from skylite.trainer.micro_batches import MicroBatch
-from skylite.trainer.precompute_logprobs import Precomputed
-from skylite.trainer.step import micro_batch_loss
+from skylite.trainer.precompute import loss_inputs
+from skylite.trainer.trainer import make_algorithm
 from tests.rows import Row
 
 TOLERANCE = 1e-6
@@ -155,7 +155,7 @@ def assert_same_result(mine: Result, theirs: Result, mask: Tensor) -> None:
 
 
 def ours(case: Case, importance: dict[str, Any] | None = None, **algorithm: Any) -> Result:
-    """Our loss of one micro-batch through `micro_batch_loss`. Tokens are chosen as in `select_tokens`."""
+    """Our loss of one micro-batch through the algorithm. Tokens are chosen as in `select_tokens`."""
     config = TrainConfig.model_validate(
         {
             "algorithm": algorithm,
@@ -170,24 +170,23 @@ def ours(case: Case, importance: dict[str, Any] | None = None, **algorithm: Any)
     )
     policy, entropies = (x[mask].requires_grad_() for x in (case.policy, case.entropies))
     micro = MicroBatch(
-        trajectories=[],
+        examples=[],
         numbers=[],
         tokens=packed(case),
         keys=torch.arange(size.num_tokens),
         token_weights=weights[case.sequences],
-        num_update_tokens=size.num_tokens,
+        size=size,
         sampling_logprobs=case.rollout[mask],
+        old_logprobs=case.old[mask],
+        advantages=case.advantages[case.sequences],
     )
-    known, advantages = Precomputed(old_logprobs=case.old[mask]), case.advantages[case.sequences]
-    weights, selected = micro.token_weights, None
     if settings.top_entropy_quantile < 1:
         threshold = entropy_threshold(entropies.detach(), settings.top_entropy_quantile)
-        weights = weights * (entropies.detach() >= threshold)
+        micro = replace(micro, weights=micro.token_weights * (entropies.detach() >= threshold))
     if settings.selects_by_cov:
-        selected = chosen_by_cov(case, policy.detach(), settings)
+        micro = replace(micro, selected=chosen_by_cov(case, policy.detach(), settings))
     ref = case.ref[mask] if settings.uses_ref else None
-    choice = weights, selected
-    loss, sums = micro_batch_loss(micro, known, advantages, choice, policy, entropies, ref, config)
+    loss, sums = make_algorithm(config).loss(loss_inputs(micro, policy, entropies, ref))
     return result_of(loss, policy, entropies, sums)
 
 

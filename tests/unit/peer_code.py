@@ -45,6 +45,15 @@ def load_trl() -> SimpleNamespace:
     return SimpleNamespace(trainer=trainer, overlong=rewards.get_soft_overlong_punishment)
 
 
+def load_trl_supervised() -> SimpleNamespace:
+    """TRL's SFT and DPO trainers."""
+    _require("trl", [])
+    return SimpleNamespace(
+        sft=importlib.import_module("trl.trainer.sft_trainer"),
+        dpo=importlib.import_module("trl.trainer.dpo_trainer"),
+    )
+
+
 def load_verl() -> SimpleNamespace:
     """verl's advantages and losses (`core`) and its importance weights (`corrections`)."""
     _require("verl", [str(PEERS)])

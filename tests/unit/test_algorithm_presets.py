@@ -67,6 +67,13 @@ def test_an_explicit_field_overrides_the_preset_even_with_the_default_value():
     assert AlgorithmConfig.model_validate(config.model_dump()) == config
 
 
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_settings_of_rewards_are_refused_for_prepared_data(name):
+    with pytest.raises(ValidationError, match="has no effect with"):
+        AlgorithmConfig(name=name, kl_coef=0.1)
+    assert AlgorithmConfig(name=name, updates_per_step=2, kl_ref="base").source != "rollouts"
+
+
 def test_an_unknown_name_is_refused_and_the_known_ones_listed():
     with pytest.raises(ValidationError) as caught:
         AlgorithmConfig(name="grpoo")

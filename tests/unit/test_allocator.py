@@ -12,12 +12,12 @@ import pytest
 from skylite.processes import child_env
 from skylite.processes.child_env import TBB_MALLOC, has_library, preload_env
 from skylite.processes.torchrun import trainer_env
-from skylite.trainer.process_memory import release_cached_memory
+from skylite.trainer.micro_batch_memory import release_cached_memory
 
 PASSES = """
 import torch
 from pathlib import Path
-from skylite.trainer.process_memory import release_cached_memory
+from skylite.trainer.micro_batch_memory import release_cached_memory
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20

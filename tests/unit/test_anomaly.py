@@ -17,6 +17,7 @@ from skylite.config.loading import load_config
 from skylite.config.train import AnomalyConfig, TrainConfig
 from skylite.errors import ConfigError, TrainingDiverged
 from skylite.model.process_group import Dist
+from skylite.run.rollout_file import examples_of
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import (
     FINITE_METRICS,
@@ -174,19 +175,19 @@ def test_the_first_matrix_that_is_not_finite_is_named(tiny_llama: Path, dist: Di
 
 def test_an_input_that_is_not_finite_is_named() -> None:
     samples = random_samples(0)
-    assert rollout_anomaly(groups_of(samples)) == ""
+    assert rollout_anomaly(examples_of(groups_of(samples))) == ""
     samples[5] = replace(samples[5], completion_token_ids=[1, 2], sampling_logprobs=[-1.0, float("-inf")])
     expected = "vLLM's logprob of token 1 in turn 0 of trajectory 1 of group 1 is -inf"
-    assert rollout_anomaly(groups_of(samples)) == expected
+    assert rollout_anomaly(examples_of(groups_of(samples))) == expected
     rows = random_episodes(0)
     rows[1].sampling_logprobs[len(rows[1].all_calls[0][1])] = float("nan")
     expected = "vLLM's logprob of token 0 in turn 1 of trajectory 1 of group 0 is nan"
-    assert rollout_anomaly(groups_of(rows)) == expected
+    assert rollout_anomaly(examples_of(groups_of(rows))) == expected
     for reward in ("nan", "inf", "-inf", "1e+39"):
         samples[0] = replace(samples[0], prompt_id="t/train/7")
         samples[2] = replace(samples[2], reward=float(reward))
         expected = f"the reward of trajectory 2 of group 0 (prompt t/train/7) is {reward}"
-        assert rollout_anomaly(groups_of(samples)) == expected
+        assert rollout_anomaly(examples_of(groups_of(samples))) == expected
 
 
 def test_reward_collapse_needs_every_step_of_the_window_to_be_too_low(tmp_path: Path) -> None:

@@ -13,10 +13,17 @@ import torch
 
 from skylite.model.packing import Packing
 from skylite.model.process_group import Dist
-from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import pack
-from tests.cases import gradients_after_step, plain_model, policy_of, reference_gradient, relative_difference
-from tests.rows import Row, groups_of, random_call_trees
+from skylite.trainer.trainer import make_algorithm
+from tests.cases import (
+    gradients_after_step,
+    plain_model,
+    policy_of,
+    reference_gradient,
+    relative_difference,
+    table_of,
+)
+from tests.rows import Row, random_call_trees
 from tests.small_run import lone_rank, settings
 
 SEEDS = range(6)
@@ -90,7 +97,7 @@ def test_a_cut_inside_a_trajectory_changes_no_gradient(
     for budget in (4096, 16):
         config = settings(**sections, trainer={"tokens_per_micro_batch": budget})
         policy = policy_of(tiny_llama, config, dist, packing)
-        updates = pack(arrange(groups_of(rows), config.algorithm), policy, config, dist)
+        updates = pack(table_of(rows, config), make_algorithm(config), policy, config, dist)
         numbers = [n for update in updates for micro in update for n in micro.numbers]
         cuts.append(len(numbers) > len(set(numbers)))
         gradients.append(gradients_after_step(policy, config, dist, rows)[0])

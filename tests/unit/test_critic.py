@@ -22,12 +22,12 @@ from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import reject_step, train_or_roll_back
-from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
+from skylite.trainer.checkpoint import load_checkpoint, save_checkpoint
 from skylite.trainer.critic import Critic, make_critic, predict_values
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from tests.cases import train_rows
 from tests.reference import reference_before, reference_loss
-from tests.rows import random_samples, write_samples
+from tests.rows import completions_of, random_samples, write_samples
 from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
@@ -177,10 +177,10 @@ def test_a_checkpoint_restores_the_critic(tiny_llama: Path, tmp_path: Path, dist
     run = RunDir(tmp_path)
     run.checkpoints.mkdir()
     train_rows(policy, optimizer, SAMPLES, 1, config, dist, critic)
-    save_checkpoint(run, 1, config, [optimizer, critic.optimizer], random_states(dist))
+    save_checkpoint(run, 1, config, [optimizer, critic.optimizer])
     train_rows(policy, optimizer, SAMPLES, 2, config, dist, critic)
     again_policy, again_learner, again_critic = parts(tiny_llama, config, dist)
-    assert load_checkpoint(run.checkpoint_path(1), [again_learner, again_critic.optimizer], dist) == 1
+    assert load_checkpoint(run.checkpoint_path(1), [again_learner, again_critic.optimizer]) == 1
     train_rows(again_policy, again_learner, SAMPLES, 2, config, dist, again_critic)
     for name, param in [*policy.lora.items(), *critic.optimizer.params.items()]:
         again = {**again_policy.lora, **again_critic.optimizer.params}[name]
@@ -194,7 +194,8 @@ def base_weights(policy: Policy) -> dict[str, torch.Tensor]:
 
 def _tokens(policy: Policy) -> PackedTokens:
     prompts, completions = [s.prompt_token_ids for s in SAMPLES], [s.completion_token_ids for s in SAMPLES]
-    return pack_tokens(prompts, completions, [s.group for s in SAMPLES], policy.packing, policy.device)
+    examples = completions_of(prompts, completions, [s.group for s in SAMPLES])
+    return pack_tokens(examples, policy.packing, policy.device)
 
 
 def test_a_bad_gradient_of_the_critic_advises_a_lower_critic_lr(

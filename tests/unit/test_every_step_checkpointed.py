@@ -15,7 +15,7 @@ from skylite.rollout.resume import remove_after
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, verify_checkpoint
 from skylite.run.run_dir import RunDir
 from skylite.trainer import loop
-from skylite.trainer.step_report import write_step_file
+from skylite.trainer.loop import write_step_file
 from tests.integration.torchrun import weights
 from tests.rows import random_samples
 from tests.small_run import lone_rank, make_run, settings

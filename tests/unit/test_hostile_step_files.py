@@ -14,7 +14,7 @@ from skylite.errors import ConfigError
 from skylite.rollout.replay import copy_for_replay
 from skylite.rollout.resume import recover_metrics
 from skylite.run.run_dir import RunDir
-from skylite.trainer.canary import longest_prompt, wait_for_canary
+from skylite.trainer.canary import longest_prompt, read_canary
 from skylite.trainer.micro_batch_memory import recorded_tokens
 from tests.logs import logged_messages
 from tests.rows import random_samples, write_samples
@@ -58,9 +58,9 @@ def test_a_canary_without_token_ids_is_refused(sequences: Any, tmp_path: Path) -
     run = RunDir(tmp_path)
     run.canary_path.write_text(json.dumps({"sequences": sequences}))
     with pytest.raises(ConfigError, match="holds no sequences of token ids"):
-        wait_for_canary(run)
+        read_canary(run)
     run.canary_path.write_text('{"sequences": [[1, 2], [3, 4, 5]]}')
-    assert wait_for_canary(run) == [[1, 2], [3, 4, 5]]
+    assert read_canary(run) == [[1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize(

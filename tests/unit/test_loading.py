@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from skylite.model.loading import load_base, read_shard
 from skylite.model.policy import is_lora_param, move_adapters
 from skylite.model.process_group import Dist
-from skylite.trainer.process_memory import peak_bytes, reset_peak_bytes
+from skylite.trainer.micro_batch_memory import peak_bytes, reset_peak_bytes
 from tests.cases import gradients_after_step, policy_of, relative_difference
 from tests.small_run import lone_rank, settings
 from tests.tiny_models import make_tiny_model

@@ -19,10 +19,10 @@ from skylite.model.flex_attention import BLOCK, block_mask
 from skylite.model.policy import score
 from skylite.model.prefix_tree import Tree, build_tree
 from skylite.model.process_group import Dist
-from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import pack
-from tests.cases import gradients_after_step, policy_of
-from tests.rows import groups_of, random_samples
+from skylite.trainer.trainer import make_algorithm
+from tests.cases import gradients_after_step, policy_of, table_of
+from tests.rows import random_samples
 from tests.small_run import lone_rank, settings
 
 
@@ -129,8 +129,8 @@ def test_a_pass_makes_its_masks_and_its_backward_frees_them(
     config = settings(trainer={"tokens_per_micro_batch": 40, "checkpointing": checkpointing})
     policy = policy_of(tiny_llama, config, dist)
     made.clear()
-    batch = arrange(groups_of(random_samples(0)), config.algorithm)
-    (micro_batches,) = pack(batch, policy, config, dist)
+    table = table_of(random_samples(0), config)
+    (micro_batches,) = pack(table, make_algorithm(config), policy, config, dist)
     assert len(micro_batches) > 1
     assert not made, "packing makes no masks"
     tokens = micro_batches[0].tokens
@@ -153,7 +153,7 @@ def test_a_step_holds_the_masks_of_one_micro_batch(
     policy = policy_of(tiny_llama, config, dist)
     made.clear()
     held = []
-    monkeypatch.setattr("skylite.trainer.step.release_cached_memory", lambda: held.append(alive(made)))
+    monkeypatch.setattr("skylite.trainer.trainer.release_cached_memory", lambda: held.append(alive(made)))
     gc.disable()
     try:
         gradients_after_step(policy, config, dist)
@@ -171,7 +171,7 @@ def test_flex_attention_makes_no_dense_mask(
     policy = policy_of(tiny_llama, config, dist)
     assert policy.packing == "tree"
     made.clear()
-    ((micro,),) = pack(arrange(groups_of(random_samples(0)), config.algorithm), policy, config, dist)
+    ((micro,),) = pack(table_of(random_samples(0), config), make_algorithm(config), policy, config, dist)
     with torch.no_grad():
         score(policy, micro.tokens, temperature=1.0)
     assert not made

@@ -16,12 +16,14 @@ from skylite.trainer.micro_batch_memory import (
     MAX_TOKENS_PER_PASS,
     TOKEN_MULTIPLE,
     PassMemory,
+    first_line,
     fit_pass_memory,
+    halve_micro_batches,
+    is_out_of_memory,
+    memory_so_far,
     resolve_micro_batch_tokens,
     with_micro_batch_tokens,
 )
-from skylite.trainer.out_of_memory import first_line, halve_micro_batches, is_out_of_memory
-from skylite.trainer.process_memory import memory_so_far
 from tests.cases import policy_of
 from tests.small_run import lone_rank, resolved, settings
 

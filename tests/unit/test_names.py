@@ -11,7 +11,7 @@ from skylite.config.rollout import RewardParameters
 from skylite.rewards.built_in import BUILT_IN
 
 ALONG_TRAJECTORIES = {"reinforce++", "gae"}
-"""trainer/assign_advantages.py computes these token by token."""
+"""trainer/precompute.py computes these token by token."""
 
 
 def test_every_algorithm_setting_has_a_function() -> None:

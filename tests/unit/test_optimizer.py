@@ -16,7 +16,7 @@ from skylite.model.policy import REF, Policy, adapter_params, load_policy
 from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
 from skylite.trainer.canary import canary_logprobs, check_reference
-from skylite.trainer.checkpoint import load_checkpoint, random_states, save_checkpoint
+from skylite.trainer.checkpoint import load_checkpoint, save_checkpoint
 from skylite.trainer.publish_adapter import adapter_tensors
 from tests.cases import optimizer_of, policy_of, train_rows
 from tests.rows import random_samples
@@ -68,11 +68,11 @@ def test_a_checkpoint_restores_both_rates_of_lora_plus(tiny_llama: Path, tmp_pat
     optimizer, run = optimizer_of(policy, config), RunDir(tmp_path)
     run.checkpoints.mkdir()
     train_rows(policy, optimizer, random_samples(0), 1, config, dist)
-    save_checkpoint(run, 1, config, [optimizer], random_states(dist))
+    save_checkpoint(run, 1, config, [optimizer])
     train_rows(policy, optimizer, random_samples(1), 2, config, dist)
     again = policy_of(tiny_llama, config, dist)
     again_learner = optimizer_of(again, config)
-    load_checkpoint(run.checkpoint_path(1), [again_learner], dist)
+    load_checkpoint(run.checkpoint_path(1), [again_learner])
     train_rows(again, again_learner, random_samples(1), 2, config, dist)
     assert all(torch.equal(p, again.lora[n]) for n, p in policy.lora.items())
 

@@ -20,9 +20,9 @@ from skylite.model.process_group import Dist
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
 from skylite.trainer.critic import make_critic, predict_values
-from skylite.trainer.micro_batch_memory import resolve_micro_batch_tokens
-from skylite.trainer.out_of_memory import halve_micro_batches
+from skylite.trainer.micro_batch_memory import halve_micro_batches, resolve_micro_batch_tokens
 from tests.cases import policy_of
+from tests.rows import completions_of
 from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import make_tiny_model
 
@@ -54,7 +54,9 @@ def test_no_graph_of_a_pass_that_failed_between_sibling_layers_stays_alive(
     model = make_tiny_model(tmp_path / "model", "qwen3")
     policy = policy_of(model, config, dist)
     critic = make_critic(policy, config, dist)
-    tokens = pack_tokens([[1] * 5] * 2, [[2] * 9, [3] * 9], [0, 0], policy.packing, policy.device)
+    tokens = pack_tokens(
+        completions_of([[1] * 5] * 2, [[2] * 9, [3] * 9], [0, 0]), policy.packing, policy.device
+    )
     norm = policy.model.get_base_model().model.layers[-1].self_attn.q_norm
     right = norm.forward
 

@@ -15,9 +15,11 @@ from skylite.config.optim import OptimConfig
 from skylite.errors import DataError
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS, head_logprobs, token_logprobs
 from skylite.model.packing import pack_padded, pack_tree, upload
-from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.optimizer import rate_factor
-from tests.rows import Row, groups_of
+from skylite.types import TrainingExample, completion_example
+from tests.cases import table_of
+from tests.rows import Row
+from tests.small_run import settings
 
 CPU = torch.device("cpu")
 
@@ -149,12 +151,10 @@ def test_token_logprobs_and_entropy_equal_log_softmax_and_its_gradient(monkeypat
     assert torch.allclose(mine.grad, plain.grad, atol=3e-6 * float(plain.grad.abs().max()))
 
 
-@pytest.mark.parametrize(
-    "pack", [lambda p, c: pack_padded([p], [c], [0], CPU), lambda p, c: pack_tree([p], [c], [0], [0], CPU)]
-)
+@pytest.mark.parametrize("pack", [pack_padded, pack_tree])
 def test_each_completion_token_is_predicted_by_the_token_before_it(pack):
     # prompt [7, 8], completion [9, 10, 11]: the rows of 8, 9 and 10 predict; 11 is never an input.
-    tokens = pack([7, 8], [9, 10, 11])
+    tokens = pack([completion_example([7, 8], [9, 10, 11])], CPU)
     assert tokens.inputs["input_ids"].tolist() == [[7, 8, 9, 10]]
     kept = tokens.inputs["logits_to_keep"][tokens.rows].tolist()
     assert [tokens.inputs["input_ids"][0, k].item() for k in kept] == [8, 9, 10]
@@ -162,19 +162,27 @@ def test_each_completion_token_is_predicted_by_the_token_before_it(pack):
     assert (tokens.segments.tolist(), tokens.num_segments) == ([0, 0, 0], 1)
 
 
+@pytest.mark.parametrize("pack", [pack_padded, pack_tree])
+def test_the_tokens_with_a_weight_are_scored_wherever_they_stand(pack):
+    """A chat of two replies, 9 and 11 12. Nothing behind the last one is an input."""
+    weights = np.array([0, 0, 1, 0, 0.5, 1, 0], dtype=np.float32)
+    chat = TrainingExample(token_ids=np.array([7, 8, 9, 10, 11, 12, 13]), weights=weights, group=0)
+    tokens = pack([chat], CPU)
+    assert tokens.inputs["input_ids"].tolist() == [[7, 8, 9, 10, 11]]
+    kept = tokens.inputs["logits_to_keep"][tokens.rows].tolist()
+    assert [tokens.inputs["input_ids"][0, k].item() for k in kept] == [8, 10, 11]
+    assert tokens.targets.tolist() == [9, 11, 12]
+
+
 def test_samples_are_ordered_by_group():
-    batch = arrange(groups_of([sample(4), sample(2), sample(4), sample(2)]), AlgorithmConfig())
-    assert [[g.prompt.id] * len(g.trajectories) for g in batch.groups] == [["test/2"] * 2, ["test/4"] * 2]
-    assert (batch.rewards.tolist(), batch.lengths.tolist(), batch.zero_std) == (
-        [[0.0] * 2] * 2,
-        [[1.0] * 2] * 2,
-        [True, True],
-    )
+    table = table_of([sample(4), sample(2), sample(4), sample(2)], settings())
+    assert [calls[0].prompt_id for calls in table.trajectories] == ["test/2"] * 2 + ["test/4"] * 2
+    assert (table.rewards.tolist(), table.lengths.tolist()) == ([[0.0] * 2] * 2, [[1.0] * 2] * 2)
 
 
 def test_groups_of_different_sizes_are_refused():
     with pytest.raises(DataError, match="same number"):
-        arrange(groups_of([sample(0), sample(0), sample(1)]), AlgorithmConfig())
+        table_of([sample(0), sample(0), sample(1)], settings())
 
 
 def test_learning_rate_schedules():

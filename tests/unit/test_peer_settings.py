@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,11 +15,7 @@ from torch import Tensor
 
 from skylite.config.algorithm import PRESETS, SOURCES, AlgorithmConfig
 from skylite.config.train import TrainConfig
-from skylite.trainer.assign_advantages import assign_advantages
-from skylite.trainer.micro_batch_plan import arrange
-from tests.rows import groups_of
 from tests.unit.peer_cases import (
-    ALONE,
     GROUP,
     MAX_TOKENS,
     Case,
@@ -29,10 +25,9 @@ from tests.unit.peer_cases import (
     make_case,
     ours,
     result_of,
-    samples_of,
 )
 from tests.unit.peer_code import PEERS, load_skyrl, load_trl, load_verl
-from tests.unit.test_peers_advantages import micro_for
+from tests.unit.test_peers_advantages import credited, micro_for
 from tests.unit.test_peers_losses import verl_loss
 from tests.unit.test_peers_trl import trl_loss, trl_step
 
@@ -99,10 +94,9 @@ def our_advantages(preset: str, case: Case) -> Tensor:
     """[C], from rewards at the last token."""
     algorithm = AlgorithmConfig.model_validate({"name": preset})
     config = TrainConfig.model_validate({"algorithm": {"name": preset}})
-    batch = arrange(groups_of(samples_of(case)), config.algorithm)
-    micro, known = micro_for(case, case.values[case.mask] if algorithm.uses_critic else None)
-    without_kl = type(known)(values=known.values)
-    (advantages,), _ = assign_advantages(batch, [micro], [without_kl], config.algorithm, ALONE)
+    micro = micro_for(case, case.values[case.mask] if algorithm.uses_critic else None)
+    advantages = credited(case, replace(micro, kl_penalty=None), config).advantages
+    assert advantages is not None
     return advantages
 
 

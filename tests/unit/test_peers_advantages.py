@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from skylite.algorithms.advantages import GROUP_ADVANTAGES
+from skylite.algorithms.losses import BatchSize
 from skylite.config.train import TrainConfig
-from skylite.trainer.assign_advantages import assign_advantages
-from skylite.trainer.micro_batch_plan import arrange
+from skylite.run.rollout_file import examples_of
 from skylite.trainer.micro_batches import MicroBatch
-from skylite.trainer.precompute_logprobs import Precomputed
-from tests.rows import groups_of, trajectory_of
+from skylite.trainer.precompute import credit
+from skylite.trainer.trainer import make_algorithm
+from tests.cases import table_of
+from tests.rows import groups_of
 from tests.unit.peer_cases import (
     ALONE,
     GROUP,
@@ -83,26 +85,32 @@ def test_verl_group_advantages(verl, case, name):
 def test_verl_group_advantages_with_the_kl_in_the_reward(verl, name):
     case = make_case(12, 33, 8, torch.float32)
     theirs = verl_group_advantages(verl, name, case.token_rewards, case)
-    micro, known = micro_for(case, None)
     config = TrainConfig.model_validate({"algorithm": {"advantage": name, "kl_coef": 0.1, "kl_in": "reward"}})
-    batch = arrange(groups_of(samples_of(case)), config.algorithm)
-    (found,), returns = assign_advantages(batch, [micro], [known], config.algorithm, ALONE)
-    assert_same(found, theirs[case.mask])
-    assert returns == []
+    micro = credited(case, micro_for(case, None), config)
+    assert micro.advantages is not None
+    assert_same(micro.advantages, theirs[case.mask])
+    assert micro.returns is None
 
 
-def micro_for(case: Case, values: Tensor | None) -> tuple[MicroBatch, Precomputed]:
+def credited(case: Case, micro: MicroBatch, config: TrainConfig) -> MicroBatch:
+    table, algorithm = table_of(samples_of(case), config), make_algorithm(config)
+    (micro,) = credit(table, [micro], algorithm, config.algorithm, ALONE)
+    return micro
+
+
+def micro_for(case: Case, values: Tensor | None) -> MicroBatch:
     rows, count = samples_of(case), int(case.mask.sum())
-    micro = MicroBatch(
-        trajectories=[trajectory_of(row) for row in rows],
+    return MicroBatch(
+        examples=examples_of(groups_of(rows)),
         numbers=list(range(len(rows))),
         tokens=packed(case),
         keys=torch.arange(count),
         token_weights=torch.ones(count),
-        num_update_tokens=count,
+        size=BatchSize(count, len(rows), 1),
         sampling_logprobs=case.rollout[case.mask],
+        kl_penalty=0.1 * (case.old - case.ref)[case.mask],
+        values=values,
     )
-    return micro, Precomputed(kl_penalty=0.1 * (case.old - case.ref)[case.mask], values=values)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
@@ -110,12 +118,11 @@ def test_verl_reinforce_plus_plus(verl, case, gamma):
     theirs, _ = verl.core.compute_reinforce_plus_plus_outcome_advantage(
         case.token_rewards, case.float_mask, config=SimpleNamespace(gamma=gamma)
     )
-    micro, known = micro_for(case, None)
     config = TrainConfig.model_validate({"algorithm": {"name": "reinforce++", "gamma": gamma}})
-    batch = arrange(groups_of(samples_of(case)), config.algorithm)
-    (found,), returns = assign_advantages(batch, [micro], [known], config.algorithm, ALONE)
-    assert_same(found, theirs[case.mask])
-    assert returns == []
+    micro = credited(case, micro_for(case, None), config)
+    assert micro.advantages is not None
+    assert_same(micro.advantages, theirs[case.mask])
+    assert micro.returns is None
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
@@ -123,12 +130,12 @@ def test_verl_gae(verl, case, gamma, lam):
     theirs, returns = verl.core.compute_gae_advantage_return(
         case.token_rewards, case.values, case.float_mask, gamma, lam
     )
-    micro, known = micro_for(case, case.values[case.mask])
     config = TrainConfig.model_validate({"algorithm": {"name": "ppo", "gamma": gamma, "gae_lambda": lam}})
-    batch = arrange(groups_of(samples_of(case)), config.algorithm)
-    (advantages,), (found,) = assign_advantages(batch, [micro], [known], config.algorithm, ALONE)
-    assert_same(advantages, theirs[case.mask])
-    assert_same(found, returns[case.mask])
+    micro = credited(case, micro_for(case, case.values[case.mask]), config)
+    assert micro.advantages is not None
+    assert micro.returns is not None
+    assert_same(micro.advantages, theirs[case.mask])
+    assert_same(micro.returns, returns[case.mask])
 
 
 def test_skyrl_maxrl(skyrl, case):

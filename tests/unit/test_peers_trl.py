@@ -13,12 +13,10 @@ from torch import Tensor
 
 from skylite.config.train import TrainConfig
 from skylite.environments.single_turn import overlong_penalty
-from skylite.trainer.assign_advantages import assign_advantages
-from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import pack
-from skylite.trainer.precompute_logprobs import Precomputed
-from skylite.trainer.step import micro_batch_loss
-from tests.rows import groups_of
+from skylite.trainer.precompute import credit, loss_inputs
+from skylite.trainer.trainer import make_algorithm
+from tests.cases import table_of
 from tests.unit.peer_cases import (
     ALONE,
     GROUP,
@@ -254,20 +252,17 @@ def test_trl_from_rewards_to_gradients(trl, monkeypatch, mask_truncated):
             "trainer": {"tokens_per_micro_batch": 64},
         }
     )
-    batch = arrange(groups_of(samples_of(case)), config.algorithm)
+    table, algorithm = table_of(samples_of(case), config), make_algorithm(config)
     policy: Any = SimpleNamespace(packing="padded", device=torch.device("cpu"))
-    (micro_batches,) = pack(batch, policy, config, ALONE)
+    (micro_batches,) = pack(table, algorithm, policy, config, ALONE)
     assert len(micro_batches) >= 2
     loss, grads = torch.tensor(0.0), torch.zeros_like(case.policy)
-    nothing = [Precomputed()] * len(micro_batches)
-    advantages, _ = assign_advantages(batch, micro_batches, nothing, config.algorithm, ALONE)
-    for micro, advantage in zip(micro_batches, advantages, strict=True):
+    for micro in credit(table, micro_batches, algorithm, config.algorithm, ALONE):
         numbers = micro.numbers
         logprobs = torch.cat([case.policy[n][case.mask[n]] for n in numbers]).requires_grad_()
         old = torch.cat([case.old[n][case.mask[n]] for n in numbers])
-        known, choice = Precomputed(old_logprobs=old), (micro.token_weights, None)
-        entropies = torch.zeros_like(logprobs)
-        part, _ = micro_batch_loss(micro, known, advantage, choice, logprobs, entropies, None, config)
+        x = loss_inputs(replace(micro, old_logprobs=old), logprobs, torch.zeros_like(logprobs))
+        part, _ = algorithm.loss(x)
         (slopes,) = torch.autograd.grad(part, logprobs)
         loss += part.detach()
         for n, grad in zip(numbers, torch.split(slopes, case.lengths[numbers].tolist()), strict=True):

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from skylite.algorithms.user_functions import group_advantage
 from skylite.data.data_prep_file import load_dataset, module_examples
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.rewards import load_reward
 from skylite.rewards.call_rewards import finite_scores
 from skylite.rewards.worker_pool import RewardPool
-from skylite.trainer.chosen_algorithm import group_advantage
 from tests.unit.bad_inputs import call
 from tests.unit.data_cases import prompt
 

@@ -28,7 +28,7 @@ from tests.cases import (
     relative_difference,
     train_rows,
 )
-from tests.rows import random_samples
+from tests.rows import completions_of, random_samples
 from tests.small_run import lone_rank, resolved, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
@@ -129,7 +129,9 @@ def test_flex_attention_and_sdpa_give_the_same_logprobs_for_each_family(tmp_path
                 [s.prompt_token_ids for s in sequences],
                 [s.completion_token_ids for s in sequences],
             )
-            tokens = pack_tokens(prompts, completions, [s.group for s in sequences], "tree", dist.device)
+            tokens = pack_tokens(
+                completions_of(prompts, completions, [s.group for s in sequences]), "tree", dist.device
+            )
             with torch.no_grad():  # FlexAttention has no backward pass on a CPU
                 found.append(score(policy, tokens, temperature=1.0)[0])
         assert torch.allclose(found[0], found[1], atol=1e-5), family

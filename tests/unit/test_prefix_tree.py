@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from skylite.config.algorithm import AlgorithmConfig
 from skylite.model import prefix_tree as tree_module
 from skylite.model import tree_attention as tree_attention_module
 from skylite.model.flex_attention import flex_tree_attention
 from skylite.model.packing import pack_tokens
 from skylite.model.prefix_tree import Tree, build_tree, shared_length, tree_size
 from skylite.model.tree_attention import ScoreSettings, TreeLayout, tree_attention, tree_layout
-from skylite.trainer.micro_batch_plan import Part, arrange, plan_micro_batches
+from skylite.run.rollout_file import examples_of
+from skylite.trainer.micro_batches import by_trajectory, plan_micro_batches
 from tests.rows import Row, groups_of, random_call_trees, random_samples
 
 
@@ -226,31 +226,26 @@ def test_micro_batches_count_what_sub_agents_share():
         )
         for i in range(0, len(calls), 2)
     ]
-    batch, unique = arrange(groups_of(rows), AlgorithmConfig()), tree_size(calls, groups)
-    (micro_batches,) = plan_micro_batches(batch, range(8), unique, 1, "tree", may_cut=True)
-    (parts,) = micro_batches
-    assert sorted(parts) == [Part(number, 0, 2) for number in range(8)]
-    (micro_batches,) = plan_micro_batches(batch, range(8), unique - 1, 1, "tree", may_cut=True)
+    trajectories, unique = by_trajectory(examples_of(groups_of(rows))), tree_size(calls, groups)
+    ((micro,),) = plan_micro_batches(trajectories, unique, 1, "tree", "token")
+    assert len(micro) == 16
+    (micro_batches,) = plan_micro_batches(trajectories, unique - 1, 1, "tree", "token")
     assert len(micro_batches) == 2
-    assert all(size(batch, parts, "tree") < unique for parts in micro_batches)
+    assert all(size(examples, "tree") < unique for examples in micro_batches)
 
 
-def batch_of(seed, num_groups):
-    return arrange(groups_of(random_samples(seed, num_groups)), AlgorithmConfig())
+def trajectories_of(seed, num_groups):
+    return by_trajectory(examples_of(groups_of(random_samples(seed, num_groups))))
 
 
-def size(batch, parts, packing):
+def size(examples, packing):
     """Number of tokens that a micro-batch computes."""
-    samples = [
-        (p.number // batch.group_size, s)
-        for p in parts
-        for s in batch.trajectory(p.number).calls[p.first : p.last]
-    ]
-    prompts, completions = (
-        [s.prompt_token_ids for _, s in samples],
-        [s.completion_token_ids for _, s in samples],
-    )
-    return pack_tokens(prompts, completions, [g for g, _ in samples], packing, torch.device("cpu")).num_nodes
+    return pack_tokens(examples, packing, torch.device("cpu")).num_nodes
+
+
+def places(examples):
+    """Which calls these are."""
+    return [(e.group, e.trajectory, e.turn) for e in examples]
 
 
 @pytest.mark.parametrize("packing", ["tree", "padded"])
@@ -259,51 +254,58 @@ def size(batch, parts, packing):
 def test_each_trajectory_is_trained_once_in_budget_and_ranks_run_equally_many_passes(
     dp_size, budget, packing
 ):
-    batch = batch_of(0, num_groups=5)
-    plan = plan_micro_batches(batch, range(20), budget, dp_size, packing, may_cut=False)
+    trajectories = trajectories_of(0, num_groups=5)
+    plan = plan_micro_batches(trajectories, budget, dp_size, packing, "trajectory")
     assert len({len(rank) for rank in plan}) == 1
-    assert sorted(p for rank in plan for micro in rank for p in micro) == [Part(n, 0, 1) for n in range(20)]
-    assert plan == plan_micro_batches(batch, range(20), budget, dp_size, packing, may_cut=True), (
+    assert sorted(places([e for rank in plan for micro in rank for e in micro])) == places(
+        [e for calls in trajectories for e in calls]
+    )
+    cut = plan_micro_batches(trajectories, budget, dp_size, packing, "token")
+    assert [list(map(places, rank)) for rank in plan] == [list(map(places, rank)) for rank in cut], (
         "one call each"
     )
     for micro in (m for rank in plan for m in rank if len(m) > 1):
-        assert size(batch, micro, packing) <= budget
+        assert size(micro, packing) <= budget
 
 
 @pytest.mark.parametrize("packing", ["tree", "padded"])
 @pytest.mark.parametrize("dp_size", [1, 2])
 @pytest.mark.parametrize("budget", [16, 40, 90])
 def test_a_trajectory_over_the_budget_is_cut_between_its_calls(dp_size, budget, packing):
-    batch = arrange(groups_of(random_call_trees(3)), AlgorithmConfig())
-    trajectories = batch.trajectories
-    plan = plan_micro_batches(batch, range(len(trajectories)), budget, dp_size, packing, may_cut=True)
-    parts = sorted(p for rank in plan for micro in rank for p in micro)
-    calls = [(p.number, call) for p in parts for call in range(p.first, p.last)]
-    assert calls == [(n, call) for n, t in enumerate(trajectories) for call in range(len(t.calls))]
+    trajectories = by_trajectory(examples_of(groups_of(random_call_trees(3))))
+    plan = plan_micro_batches(trajectories, budget, dp_size, packing, "token")
+    parts = [part for rank in plan for micro in rank for part in by_trajectory(micro)]
+    assert sorted(places([e for part in parts for e in part])) == places(
+        [e for calls in trajectories for e in calls]
+    )
     assert len(parts) > len(trajectories) or budget > 16, "some are cut"
-    for part in parts:
-        samples = trajectories[part.number].calls
-        longest = max(len(s.prompt_token_ids + s.completion_token_ids) for s in samples)
-        assert size(batch, [part], packing) <= max(budget, longest)
-        if (part.first, part.last) != (0, len(samples)):
-            assert size(batch, [Part(part.number, 0, len(samples))], packing) > budget - len(samples)
+    for micro in (m for rank in plan for m in rank if len(by_trajectory(m)) == 1):
+        assert size(micro, packing) <= max(budget, *(len(e.token_ids) for e in micro))
+
+
+@pytest.mark.parametrize("packing", ["tree", "padded"])
+@pytest.mark.parametrize("budget", [16, 40, 4096])
+def test_the_trajectories_of_a_group_stay_together(budget, packing):
+    plan = plan_micro_batches(trajectories_of(0, num_groups=5), budget, 2, packing, "group")
+    groups = [{e.group for e in micro} for rank in plan for micro in rank if micro]
+    assert sorted(g for of_micro in groups for g in of_micro) == list(range(5))
 
 
 @pytest.mark.parametrize("packing", ["tree", "padded"])
 def test_ranks_get_similar_work_and_the_largest_micro_batch_is_first(packing):
-    batch = batch_of(1, num_groups=8)
-    plan = plan_micro_batches(batch, range(32), 80 if packing == "tree" else 120, 2, packing, may_cut=False)
-    sizes = [[size(batch, m, packing) for m in rank] for rank in plan]
+    trajectories = trajectories_of(1, num_groups=8)
+    plan = plan_micro_batches(trajectories, 80 if packing == "tree" else 120, 2, packing, "trajectory")
+    sizes = [[size(m, packing) for m in rank] for rank in plan]
     assert all(max(rank) - rank[0] <= 12 for rank in sizes)
     assert abs(sum(sizes[0]) - sum(sizes[1])) <= 0.25 * sum(sizes[0])
 
 
 def test_padded_rows_need_few_passes_and_little_padding():
-    batch = batch_of(2, num_groups=8)
-    plan = plan_micro_batches(batch, range(32), 200, 2, "padded", may_cut=False)
-    tokens = sum(size(batch, [Part(n, 0, 1)], "padded") for n in range(32))
+    trajectories = trajectories_of(2, num_groups=8)
+    plan = plan_micro_batches(trajectories, 200, 2, "padded", "trajectory")
+    tokens = sum(size(calls, "padded") for calls in trajectories)
     assert sum(len(rank) for rank in plan) <= 2 * -(-tokens // (2 * 160))
-    assert sum(size(batch, m, "padded") for rank in plan for m in rank if m) <= 1.15 * tokens
+    assert sum(size(m, "padded") for rank in plan for m in rank if m) <= 1.15 * tokens
 
 
 def test_a_conversation_costs_its_unique_tokens():

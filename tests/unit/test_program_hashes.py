@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from skylite.algorithms import user_functions
 from skylite.config.loading import load_config, read_run_config
 from skylite.errors import ConfigError
 from skylite.processes.private_folders import state_folder
@@ -18,7 +19,6 @@ from skylite.rollout.resume import plan_resume
 from skylite.rollout.sources import reward_pool
 from skylite.rollout.trusted_programs import remember, require_named
 from skylite.run.run_dir import RunDir
-from skylite.trainer import chosen_algorithm
 from skylite.user_functions import EPISODE, REWARD, FunctionKind, load_function
 from tests.unit.bad_inputs import Reply, call
 from tests.unit.data_cases import prompt
@@ -101,7 +101,7 @@ def test_the_trainer_runs_the_content_that_was_checked(here: Path, tiny_llama: P
     assert set(recorded.resolved.programs) == {f"{here}/own.py:f", f"{here}/mine.py:f"}
     (here / "mine.py").write_text(BAD)
     with pytest.raises(ConfigError, match=r"mine\.py has changed since skylite checked it"):
-        chosen_algorithm.load_functions(config.algorithm, recorded.resolved.programs)
+        user_functions.load_functions(config.algorithm, recorded.resolved.programs)
     with pytest.raises(ConfigError, match=r"names the advantage \S+mine.py:f, .* has changed"):
         plan_resume(RunDir(here / "run"))
     named = plan_resume(RunDir(here / "run"), settings=["algorithm.advantage=mine.py:f"])

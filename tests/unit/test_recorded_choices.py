@@ -21,7 +21,7 @@ from skylite.model.policy import load_policy
 from skylite.model.process_group import Dist
 from skylite.rollout.loop import wait_for_trainer_step
 from skylite.rollout.run_session import record_choices
-from skylite.trainer.step_report import write_step_file
+from skylite.trainer.loop import write_step_file
 from skylite.ui.dashboard import Screen
 from skylite.ui.logs import configure_logging
 from tests.cases import PROBE

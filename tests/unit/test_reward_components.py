@@ -18,7 +18,7 @@ from skylite.rollout.plan import plan_run
 from skylite.rollout.sampling import SampledStep
 from skylite.rollout.sources import reward_pool
 from skylite.rollout.step_metrics import component_means, recovered_metrics
-from skylite.run.rollout_file import read_rollouts, write_rollouts
+from skylite.run.rollout_file import examples_of, read_rollouts, write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import rollout_anomaly
 from skylite.types import Call, Group, Score, Trajectory
@@ -86,7 +86,8 @@ def test_a_nan_score_makes_the_sum_nan_and_the_anomaly_rules_find_it(
     (score,) = score_components(components, [(prompt(), value)])
     assert not math.isfinite(score.reward)
     assert score.components["format"] == 0.0
-    assert "is nan" in rollout_anomaly([group(score)]) or "is inf" in rollout_anomaly([group(score)])
+    reason = rollout_anomaly(examples_of([group(score)]))
+    assert "is nan" in reason or "is inf" in reason
 
 
 def test_an_exception_names_the_function_and_the_prompt(own: str) -> None:

@@ -17,11 +17,12 @@ from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
 from skylite.rollout.judge_rollouts import RolloutJudge
-from skylite.trainer.micro_batch_plan import arrange
-from skylite.trainer.micro_batches import KEY_STRIDE
+from skylite.run.rollout_file import examples_of
+from skylite.trainer.micro_batches import KEY_STRIDE, arrange
 from skylite.trainer.optimizer import make_optimizer
 from skylite.trainer.rollout_gaps import depth_edges, rollout_gaps
 from skylite.trainer.step import train_step
+from skylite.trainer.trainer import Trainer, make_algorithm
 from skylite.types import Call, Group
 from tests.rows import Row, groups_of
 from tests.small_run import lone_rank, resolved, settings
@@ -63,7 +64,8 @@ def found(
     values = [x for row in gaps.values() for x in row]
     config = settings(**sections)
     scored = [(torch.tensor(keys), torch.tensor(values))]
-    return rollout_gaps(arrange(groups, config.algorithm), scored, step, config, dist)
+    table = arrange(examples_of(groups), make_algorithm(config), config)
+    return rollout_gaps(table, scored, step, config, dist)
 
 
 def test_gaps_by_depth_by_hand(dist: Dist) -> None:
@@ -142,7 +144,8 @@ def test_a_window_that_the_engine_lacks_is_found_where_it_begins(
     ]
     optimizer = make_optimizer("policy", policy.lora, 1e-3, 1e9, config.optim)
     facts: dict[str, Any] = {}
-    train_step(policy, optimizer, groups_of(given), 1, config, dist, None, facts)
+    trainer = Trainer(config=config, dist=dist, policy=policy, optimizer=optimizer)
+    train_step(trainer, examples_of(groups_of(given)), 1, facts)
     bins = facts["rollout_gaps"]["bins"]
     judge = RolloutJudge("float32", temperature, "stop")
     warning = judge.judge(1, bins, noise=MIN_NOISE)

@@ -24,11 +24,12 @@ from skylite.rollout.progress import Progress
 from skylite.rollout.sampling import SampledStep, replace_zero_std_groups, sample_step
 from skylite.rollout.session_resources import Session
 from skylite.rollout.step_metrics import StepTimings, completion_view, step_metrics
-from skylite.run.rollout_file import read_rollouts, write_rollouts
+from skylite.run.rollout_file import read_examples, write_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir
 from skylite.types import Call, Group, Prompt, Score, Trajectory
 from skylite.ui.dashboard import Screen
 from tests.logs import logged_messages
+from tests.small_run import settings
 from tests.unit.data_cases import prompt
 
 PROMPTS = [prompt(id=str(i), messages=[{"role": "user", "content": str(i)}]) for i in range(14)]
@@ -95,8 +96,9 @@ def test_zero_std_is_decided_on_the_reward_that_is_trained(tmp_path: Path) -> No
     """Both sampling and trainer use reward plus penalty in float32."""
     import torch
 
-    from skylite.config.algorithm import AlgorithmConfig
-    from skylite.trainer.micro_batch_plan import arrange
+    from skylite.algorithms.advantages import zero_std_groups
+    from skylite.trainer.micro_batches import arrange
+    from skylite.trainer.trainer import make_algorithm
 
     cases = [
         group("only the penalty differs", 1.0, 1.0, penalties=[0.0, -0.5]),
@@ -107,9 +109,10 @@ def test_zero_std_is_decided_on_the_reward_that_is_trained(tmp_path: Path) -> No
     ]
     assert [g.is_zero_std for g in cases] == [False, True, True, True, False]
     write_rollouts(tmp_path / "r.parquet", cases)
-    batch = arrange(read_rollouts(tmp_path / "r.parquet"), AlgorithmConfig())
-    assert batch.zero_std == [g.is_zero_std for g in cases]
-    assert torch.equal(batch.rewards[0], torch.tensor([1.0, 0.5]))
+    examples, config = read_examples(tmp_path / "r.parquet"), settings()
+    table = arrange(examples, make_algorithm(config), config)
+    assert zero_std_groups(table.rewards).tolist() == [g.is_zero_std for g in cases]
+    assert torch.equal(table.rewards[0], torch.tensor([1.0, 0.5]))
 
 
 NONE = [[math.nan] * 2, [math.inf] * 2, [-math.inf, math.inf], [1.0, math.nan], [1e39] * 2]

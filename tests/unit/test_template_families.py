@@ -14,13 +14,11 @@ import httpx
 import pytest
 import torch
 
-from skylite.config.algorithm import AlgorithmConfig
 from skylite.data.chat_tokenizer_in_sandbox import Encoder
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.model.packing import pack_tree
 from skylite.rollout.turn_metrics import turn_metrics
-from skylite.run.rollout_file import read_rollouts, write_rollouts
-from skylite.trainer.micro_batch_plan import arrange
+from skylite.run.rollout_file import read_examples, write_rollouts
 from skylite.types import Group, Prompt, Trajectory
 from tests.small_run import settings
 from tests.unit.template_cases import FAMILIES, TemplateEngine, server_of, tokenizer_of
@@ -116,9 +114,8 @@ def trained(log: TrajectoryLog, path: Path) -> list[tuple[list[int], list[int]]]
     samples = tuple(c.call for c in log.calls)
     prompt = Prompt(id="p0", messages=[QUESTION], answer="42", source="")
     write_rollouts(path, [Group(prompt=prompt, trajectories=(Trajectory(calls=samples, reward=1.0),))])
-    calls = arrange(read_rollouts(path), AlgorithmConfig()).trajectory(0).calls
-    prompts, completions = [c.prompt_token_ids for c in calls], [c.completion_token_ids for c in calls]
-    packed = pack_tree(prompts, completions, [0] * len(calls), range(len(calls)), torch.device("cpu"))
+    calls = [replace(e, trajectory=e.turn) for e in read_examples(path)]  # a segment each
+    packed = pack_tree(calls, torch.device("cpu"))
     nodes, found = packed.inputs["input_ids"][0].tolist(), []
     ends, depths = packed.inputs["tree"].ends.tolist(), packed.inputs["position_ids"][0].tolist()
     kept = packed.inputs["logits_to_keep"].tolist()

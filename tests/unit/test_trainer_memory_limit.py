@@ -21,7 +21,7 @@ from skylite.rollout.plan import plan_run, write_run
 from skylite.rollout.resume import plan_resume
 from skylite.run.run_dir import RunDir
 from skylite.trainer import loop
-from skylite.trainer.process_memory import limit_gpu_memory
+from skylite.trainer.micro_batch_memory import limit_gpu_memory
 from skylite.trainer.worker import run_trainer
 from tests.small_run import make_run, settings
 from tests.unit.gpu_cases import H200, RESOLVED, Machine

@@ -9,22 +9,27 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
-from skylite.config.algorithm import AlgorithmConfig
 from skylite.errors import DataError
 from skylite.model.packing import Packing
 from skylite.model.process_group import Dist
-from skylite.run.rollout_file import mean_reward, read_rollouts, write_rollouts
-from skylite.trainer.assign_advantages import assign_advantages
+from skylite.run.rollout_file import (
+    examples_of,
+    mean_reward,
+    read_examples,
+    read_rollouts,
+    write_rollouts,
+)
 from skylite.trainer.critic import make_critic
-from skylite.trainer.micro_batch_plan import arrange
 from skylite.trainer.micro_batches import pack
-from skylite.trainer.precompute_logprobs import Precomputed
-from skylite.types import Message
+from skylite.trainer.precompute import credit
+from skylite.trainer.trainer import make_algorithm
+from skylite.types import Call, Message, TrainingExample, Trajectory
 from tests.cases import (
     ALGORITHMS,
     IMPORTANCE,
@@ -34,6 +39,7 @@ from tests.cases import (
     policy_of,
     reference_gradient,
     relative_difference,
+    table_of,
     train_rows,
 )
 from tests.rows import Row, groups_of, random_episodes
@@ -141,11 +147,12 @@ def test_every_token_of_every_call_gets_the_trajectorys_advantage(tiny_llama: Pa
         episode(([1, 2], [7, 8]), reward=0.0),
     ]
     config = settings(algorithm={"name": "dr_grpo"}, rollout={"prompts_per_step": 1, "group_size": 2})
-    batch = arrange(groups_of(rows), config.algorithm)
-    assert batch.lengths.tolist() == [[3.0, 2.0]]
-    ((micro,),) = pack(batch, policy_of(tiny_llama, config, dist), config, dist)
-    (advantages,), _ = assign_advantages(batch, [micro], [Precomputed()], config.algorithm, dist)
-    by_token = dict(zip(micro.tokens.targets.tolist(), advantages.tolist(), strict=True))
+    table, algorithm = table_of(rows, config), make_algorithm(config)
+    assert table.lengths.tolist() == [[3.0, 2.0]]
+    (micro_batches,) = pack(table, algorithm, policy_of(tiny_llama, config, dist), config, dist)
+    (micro,) = credit(table, micro_batches, algorithm, config.algorithm, dist)
+    assert micro.advantages is not None
+    by_token = dict(zip(micro.tokens.targets.tolist(), micro.advantages.tolist(), strict=True))
     assert by_token == {3: 0.5, 5: 0.5, 6: 0.5, 7: -0.5, 8: -0.5}
 
 
@@ -160,11 +167,12 @@ def test_ppo_returns_follow_the_sampled_tokens_of_a_trajectory(tiny_llama: Path,
         rollout={"prompts_per_step": 1, "group_size": 2},
     )
     policy = policy_of(tiny_llama, config, dist)
-    batch = arrange(groups_of(rows), config.algorithm)
-    ((micro,),) = pack(batch, policy, config, dist)
-    known = Precomputed(values=torch.zeros(5))
-    _, (returns,) = assign_advantages(batch, [micro], [known], config.algorithm, dist)
-    assert dict(zip(micro.tokens.targets.tolist(), returns.tolist(), strict=True)) == {
+    table, algorithm = table_of(rows, config), make_algorithm(config)
+    ((micro,),) = pack(table, algorithm, policy, config, dist)
+    micro = replace(micro, values=torch.zeros(5))
+    (micro,) = credit(table, [micro], algorithm, config.algorithm, dist)
+    assert micro.returns is not None
+    assert dict(zip(micro.tokens.targets.tolist(), micro.returns.tolist(), strict=True)) == {
         3: 0.25,
         5: 0.5,
         6: 1.0,
@@ -222,9 +230,10 @@ def test_the_order_of_the_rows_in_a_file_does_not_matter(tmp_path: Path) -> None
         ("reward", 1, 0.25, "different rewards"),
         ("turn", 1, 5, "turns [0, 5]"),
         ("group", 3, 2, "must have the same number"),
-        ("completion_token_ids", 1, [], "0 completion tokens"),
-        ("prompt_token_ids", 1, [], "0 prompt tokens"),
-        ("sampling_logprobs", 1, [-1.0], "logprobs"),
+        ("token_ids", 1, [], "0 tokens"),
+        ("weights", 1, [1.0] * 6, "of which the first must be 0"),
+        ("weights", 1, [0.0] * 6, "another not"),
+        ("sampling_logprobs", 1, [-1.0], "1 logprobs"),
         ("reward", 2, None, "without a value"),
     ],
 )
@@ -252,10 +261,32 @@ def test_an_inconsistent_rollout_file_is_refused_with_a_reason(
     assert words in str(caught.value)
 
 
+def test_the_trainer_reads_the_examples_of_the_calls(tmp_path: Path) -> None:
+    groups, path = groups_of(EPISODES), tmp_path / "step-000001.parquet"
+    write_rollouts(path, groups)
+    for read, made in zip(read_examples(path), examples_of(groups), strict=True):
+        for name in TrainingExample.__dataclass_fields__:
+            assert np.array_equal(getattr(read, name), getattr(made, name)), name
+
+
+def test_prepared_examples_have_no_logprobs(tmp_path: Path) -> None:
+    path, call = (
+        tmp_path / "step-000001.parquet",
+        Call(prompt_token_ids=[1, 2], completion_token_ids=[3], sampling_logprobs=[], text="3"),
+    )
+    (group,) = groups_of([episode(([1, 2], [3]), reward=1.0)])
+    write_rollouts(path, [replace(group, trajectories=(Trajectory(calls=(call,), reward=1.0),))])
+    (example,) = read_examples(path)
+    assert example.sampling_logprobs is None
+    assert (example.token_ids.tolist(), example.weights.tolist()) == ([1, 2, 3], [0.0, 0.0, 1.0])
+    ((again,),) = [t.calls for g in read_rollouts(path) for t in g.trajectories]
+    assert again == call
+
+
 def test_groups_of_different_sizes_are_refused() -> None:
     rows = [episode(([1], [2]), reward=0.0, group=g) for g in (0, 0, 1)]
     with pytest.raises(DataError, match="same number"):
-        arrange(groups_of(rows), AlgorithmConfig())
+        table_of(rows, settings())
 
 
 def _as_float32(values: list[float]) -> list[float]:

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from skylite.algorithms.losses import LossInputs
+from skylite.algorithms.user_functions import group_advantage, policy_loss
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.loading import load_config
 from skylite.errors import ConfigError, RunFailed
 from skylite.model.process_group import Dist
-from skylite.trainer.chosen_algorithm import group_advantage, policy_loss
-from skylite.trainer.micro_batch_plan import arrange
 from skylite.user_functions import ADVANTAGE, POLICY_LOSS, check_function
-from tests.cases import gradients_after_step, policy_of
-from tests.rows import groups_of, random_samples
+from tests.cases import gradients_after_step, policy_of, table_of
+from tests.rows import random_samples
 from tests.small_run import lone_rank, settings
 
 OWN = """
@@ -84,17 +83,17 @@ def test_a_users_loss_gives_the_built_ins_gradient(tmp_path: Path, tiny_llama: P
 def test_groups_are_skipped_by_their_advantages_and_not_by_equal_rewards(tmp_path: Path) -> None:
     """The advantage is not 0 for equal rewards."""
     spec = own_file(tmp_path, "def mine(rewards, lengths): return rewards - 0.5")
-    batch = arrange(groups_of(random_samples(0)), AlgorithmConfig(advantage=spec))
-    assert batch.zero_std == [False, True, False, False]
-    assert batch.advantages is not None
-    assert batch.advantages[1].tolist() == [0.5] * 4
+    table = table_of(random_samples(0), settings(algorithm={"advantage": spec}))
+    assert table.advantages is not None
+    assert table.advantages[1].tolist() == [0.5] * 4
+    assert table.updates == [list(range(16))]
 
 
 def test_a_function_gets_copies_of_its_inputs(tmp_path: Path) -> None:
     spec = own_file(tmp_path, "def mine(rewards, lengths): return rewards.sub_(1) * lengths.zero_()")
-    batch = arrange(groups_of(random_samples(0)), AlgorithmConfig(advantage=spec))
-    assert batch.rewards.max() == 1.0
-    assert batch.lengths.min() > 0
+    table = table_of(random_samples(0), settings(algorithm={"advantage": spec}))
+    assert table.rewards.max() == 1.0
+    assert table.lengths.min() > 0
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,15 @@ from skylite.algorithms.sums_per_trajectory import segment_mean
 from skylite.config.algorithm import AlgorithmConfig
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """The denominators of a mini-batch's loss: over all ranks, trajectories without a gradient included."""
+
+    num_tokens: int
+    num_trajectories: int
+    max_completion_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
     """The sampled tokens of one micro-batch, with all tokens of each of its trajectories. All [C]."""
@@ -31,6 +40,20 @@ class LossInputs:
     num_segments: int
     selected: Tensor | None = None
     """bool: tokens that clip_cov or kl_cov selected in the mini-batch (token_selection.py)."""
+    sampling_logprobs: Tensor | None = None
+    """As the engine reported them; None: not sampled."""
+    ref_logprobs: Tensor | None = None
+    """Under the reference policy, if the loss needs it."""
+    kl_penalty: Tensor | None = None
+    """kl_coef times the KL estimate, if the KL is subtracted from the reward."""
+    entropies: Tensor | None = None
+    """Of the policy's distributions, in nats. With a gradient."""
+    token_weights: Tensor | None = None
+    """Factor on the token's loss; 0 if the token is not in the loss."""
+    weights: Tensor | None = None
+    """The same, and 0 for tokens of low entropy (top_entropy_quantile): for the policy loss."""
+    size: BatchSize | None = None
+    """The update's."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -114,22 +137,13 @@ def is_clipped(x: LossInputs, config: AlgorithmConfig) -> Tensor:
 
 def ratio_of(x: LossInputs, config: AlgorithmConfig) -> Tensor:
     """[C] the ratio that the loss clips: the token's, or its trajectory's."""
-    return SEQUENCE_RATIOS.get(config.policy_loss, _token_ratio)(x)
+    return _sequence_ratio(x) if config.policy_loss == "gspo" else x.ratio
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> Tensor:
     """[C] max of (v - R)^2 / 2 and the same with v within `clip_range` of the old value: PPO's clipping."""
     near = old_values + (values - old_values).clamp(-clip_range, clip_range)
     return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSize:
-    """The denominators of a mini-batch's loss: over all ranks, trajectories without a gradient included."""
-
-    num_tokens: int
-    num_trajectories: int
-    max_completion_tokens: int
 
 
 def token_mean(length: int, batch: BatchSize) -> float:
@@ -167,13 +181,6 @@ AGGREGATIONS: dict[str, Callable[[int, BatchSize], float]] = {
 def _sequence_ratio(x: LossInputs) -> Tensor:
     """[C]"""
     return torch.exp(segment_mean(x.log_ratio, x.segments, x.num_segments))[x.segments]
-
-
-def _token_ratio(x: LossInputs) -> Tensor:
-    return x.ratio
-
-
-SEQUENCE_RATIOS: dict[str, Callable[[LossInputs], Tensor]] = {"gspo": _sequence_ratio}
 
 
 def _clamped(ratio: Tensor, config: AlgorithmConfig) -> Tensor:

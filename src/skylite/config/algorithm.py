@@ -155,6 +155,18 @@ class AlgorithmConfig(Section):
         return _check_function_name(value, "policy loss", get_args(PolicyLoss))
 
     @model_validator(mode="after")
+    def check_prepared_data(self) -> Self:
+        fields = type(self).model_fields
+        of_rollouts = fields.keys() - {"name", "beta", "kl_ref", "updates_per_step"}
+        changed = [name for name in sorted(of_rollouts) if getattr(self, name) != fields[name].default]
+        if self.source != "rollouts" and changed:
+            raise ValueError(
+                f"algorithm.{changed[0]}={getattr(self, changed[0])} has no effect with "
+                f"algorithm.name={self.name}, which learns from prepared {self.source}; leave it out."
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_maxrl_rewards(self) -> Self:
         if self.advantage == "maxrl" and (
             self.overlong_buffer_frac > 0 or (self.kl_coef > 0 and self.kl_in == "reward")

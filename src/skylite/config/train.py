@@ -199,6 +199,17 @@ class TrainConfig(Section):
         """Longest sequence of a call: prompt and completion."""
         return self.source.max_sequence_tokens
 
+    @property
+    def critic_rank(self) -> int:
+        """LoRA rank of the critic; 0: the algorithm has none."""
+        return self.critic.rank if self.algorithm.uses_critic else 0
+
+    @property
+    def needs_ref_adapter(self) -> bool:
+        """Whether the reference policy is an adapter. Without a warm start it is the base alone."""
+        algorithm = self.algorithm
+        return algorithm.uses_ref and algorithm.kl_ref == "init" and self.lora.from_adapter is not None
+
     @model_validator(mode="after")
     def check_max_kl(self) -> Self:
         if self.anomaly.max_kl is not None and not self.algorithm.kl_coef:

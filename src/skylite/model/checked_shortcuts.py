@@ -26,6 +26,7 @@ from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms
 from skylite.model.lm_head import linear_head
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, is_lora_param, score
+from skylite.types import completion_example
 
 TOLERANCE = 1e-3
 """Largest mean |logprob difference| in nats.
@@ -112,6 +113,7 @@ def _probe_logprobs(policy: Policy, probe: list[int]) -> Tensor:
     """
     prompt = probe[: max(1, len(probe) // 2)]
     completions = [probe[len(prompt) :], probe[:0:-1]]
-    tokens = pack_tokens([prompt, prompt], completions, [0, 0], policy.packing, policy.device)
+    examples = [completion_example(prompt, c, trajectory=i) for i, c in enumerate(completions)]
+    tokens = pack_tokens(examples, policy.packing, policy.device)
     with Float32Arithmetic() if policy.dtype == torch.bfloat16 else nullcontext():
         return score(replace(policy, dtype=torch.float32), tokens, temperature=1.0)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from skylite.model.prefix_tree import build_tree
 from skylite.model.tree_attention import TreeLayout, tree_layout
-from skylite.types import IntArray
+from skylite.types import IntArray, TrainingExample
 
 NO_TOKENS: IntArray = np.zeros(0, dtype=np.int64)
 Packing = Literal["tree", "padded"]
@@ -21,7 +22,7 @@ Packing = Literal["tree", "padded"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedTokens:
-    """Sequences as one model call. [C]: the completion tokens of all sequences, sequence after sequence."""
+    """Examples as one model call. [C]: the tokens with a weight, example after example."""
 
     inputs: dict[str, Any]
     """Tensors of the model's arguments, and the layout of the tree; see `model_inputs`."""
@@ -30,7 +31,7 @@ class PackedTokens:
     targets: Tensor
     """[C] token id."""
     segments: Tensor
-    """[C] int64, segment of the token. A segment is one or several sequences: the calls of a trajectory."""
+    """[C] int64, segment of the token. A segment is a trajectory: the examples of its calls."""
     num_segments: int
     num_nodes: int
     """Tokens the model computes, padding included."""
@@ -44,47 +45,28 @@ class PackedTokens:
         return self.inputs if tree is None else self.inputs | {"tree": tree.for_one_pass()}
 
 
-def pack_tokens(
-    prompts: Sequence[list[int]],
-    completions: Sequence[list[int]],
-    groups: Sequence[int],
-    packing: Packing,
-    device: torch.device,
-    segments: Sequence[int] | None = None,
-) -> PackedTokens:
-    """Pack sequences, each a prompt and its completion, into one model call.
+def pack_tokens(examples: Sequence[TrainingExample], packing: Packing, device: torch.device) -> PackedTokens:
+    """Pack examples into one model call.
 
-    Args:
-        groups: the group of each sequence. In a tree, sequences of one group share every common prefix, and
-            those of several groups a long one (prefix_tree.py).
-        segments: the segment of each sequence, counted from 0; None: each sequence is a segment.
+    In a tree, examples of one group share every common prefix, and those of several groups a long one
+    (prefix_tree.py). Those of a trajectory, which stand together, are a segment.
 
-    Without sequences, the call has one token and no completion tokens. A rank with an empty micro-batch needs
+    Without examples, the call has one token and no completion tokens. A rank with an empty micro-batch needs
     it, because FSDP requires the same number of calls on every rank.
     """
-    segments = range(len(prompts)) if segments is None else segments
-    if packing == "tree":
-        return pack_tree(prompts, completions, groups, segments, device)
-    return pack_padded(prompts, completions, segments, device)
+    return (pack_tree if packing == "tree" else pack_padded)(examples, device)
 
 
-def pack_tree(
-    prompts: Sequence[list[int]],
-    completions: Sequence[list[int]],
-    groups: Sequence[int],
-    segments: Sequence[int],
-    device: torch.device,
-) -> PackedTokens:
+def pack_tree(examples: Sequence[TrainingExample], device: torch.device) -> PackedTokens:
     """One row with the prefix tree. Needs an attention backend for trees (attention_backends.py)."""
-    sequences = [(p + c)[:-1] for p, c in zip(prompts, completions, strict=True)]
-    tree = build_tree(sequences or [[0]], groups or [0])
-    predictors = [
-        path[len(p) - 1 :][: len(c)] for p, c, path in zip(prompts, completions, tree.paths, strict=False)
-    ]
+    scored = [e.scored for e in examples]
+    sequences = [e.token_ids[: s[-1]] for e, s in zip(examples, scored, strict=True)]
+    tree = build_tree(sequences or [np.zeros(1, dtype=np.int64)], [e.group for e in examples] or [0])
+    predictors = [path[s - 1] for path, s in zip(tree.paths, scored, strict=False)]
     nodes, rows = np.unique(np.concatenate(predictors or [NO_TOKENS]), return_inverse=True)
     kept = nodes if len(nodes) else np.zeros(1, dtype=np.int64)
     (input_ids, depths, ends, logits_to_keep), tokens = _packed(
-        [tree.token_ids, tree.depths, tree.ends, kept], rows, len(kept), completions, segments, device
+        [tree.token_ids, tree.depths, tree.ends, kept], rows, len(kept), examples, scored, device
     )
     inputs = {
         "input_ids": input_ids[None],
@@ -95,27 +77,20 @@ def pack_tree(
     return PackedTokens(inputs=inputs, num_nodes=len(tree.token_ids), **tokens)
 
 
-def pack_padded(
-    prompts: Sequence[list[int]],
-    completions: Sequence[list[int]],
-    segments: Sequence[int],
-    device: torch.device,
-) -> PackedTokens:
-    """One right-padded row per sequence, for models without tree attention."""
-    sequences = [(p + c)[:-1] for p, c in zip(prompts, completions, strict=True)] or [[0]]
+def pack_padded(examples: Sequence[TrainingExample], device: torch.device) -> PackedTokens:
+    """One right-padded row per example, for models without tree attention."""
+    scored = [e.scored for e in examples]
+    sequences = [e.token_ids[: s[-1]] for e, s in zip(examples, scored, strict=True)]
+    sequences = sequences or [np.zeros(1, dtype=np.int64)]
     longest = max(map(len, sequences))
-    first = min((len(p) - 1 for p in prompts), default=0)
+    first = min((int(s[0]) - 1 for s in scored), default=0)
     kept = longest - first
-    rows = [
-        b * kept + np.arange(len(p) - 1 - first, len(p) - 1 - first + len(c))
-        for b, (p, c) in enumerate(zip(prompts, completions, strict=True))
-    ]
-    ids = np.array([s + [0] * (longest - len(s)) for s in sequences])
-    mask = np.array([[1] * len(s) + [0] * (longest - len(s)) for s in sequences])
+    rows = [b * kept + s - 1 - first for b, s in enumerate(scored)]
+    ids, mask = (np.zeros((len(sequences), longest), dtype=np.int64) for _ in range(2))
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)], mask[row, : len(sequence)] = sequence, 1
     flat, num_rows = np.concatenate(rows or [NO_TOKENS]), kept * len(sequences)
-    arrays, tokens = _packed(
-        [ids, mask, np.arange(first, longest)], flat, num_rows, completions, segments, device
-    )
+    arrays, tokens = _packed([ids, mask, np.arange(first, longest)], flat, num_rows, examples, scored, device)
     inputs = dict(zip(("input_ids", "attention_mask", "logits_to_keep"), arrays, strict=True))
     return PackedTokens(inputs=inputs, num_nodes=ids.size, **tokens)
 
@@ -139,14 +114,15 @@ def _packed(
     arrays: list[IntArray],
     rows: IntArray,
     num_rows: int,
-    completions: Sequence[list[int]],
-    segments: Sequence[int],
+    examples: Sequence[TrainingExample],
+    scored: Sequence[IntArray],
     device: torch.device,
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """`arrays` on the device, and the fields of PackedTokens that follow from the completions."""
-    targets = np.array([token for c in completions for token in c], dtype=np.int64)
-    lengths = np.array([len(c) for c in completions], dtype=np.int64)
-    by_token = np.repeat(np.array(segments, dtype=np.int64), lengths)
+    """`arrays` on the device, and the fields of PackedTokens that follow from the scored tokens."""
+    targets = np.concatenate([NO_TOKENS, *(e.token_ids[s] for e, s in zip(examples, scored, strict=True))])
+    places = [(e.group, e.trajectory) for e in examples]
+    segments = np.cumsum([0, *(int(a != b) for a, b in pairwise(places))])[: len(examples)]
+    by_token = np.repeat(segments, [len(s) for s in scored])
     *arrays_there, rows_there, targets_there, segments_there = upload(
         [*arrays, rows, targets, by_token], device
     )
@@ -154,7 +130,7 @@ def _packed(
         "rows": rows_there,
         "targets": targets_there,
         "segments": segments_there,
-        "num_segments": max(segments, default=-1) + 1,
+        "num_segments": int(segments[-1]) + 1 if len(segments) else 0,
         "tokens_before": tokens_before(rows, num_rows),
     }
 

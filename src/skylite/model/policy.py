@@ -128,15 +128,6 @@ def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     return sorted(selected)
 
 
-def needs_ref_adapter(config: TrainConfig) -> bool:
-    """Whether the KL's reference policy is the REF adapter. Without a warm start it is the base alone."""
-    return (
-        config.algorithm.uses_ref
-        and config.algorithm.kl_ref == "init"
-        and config.lora.from_adapter is not None
-    )
-
-
 def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs [C] of the completion tokens and entropies [C] of their distributions.
 
@@ -224,9 +215,9 @@ def _add_adapters(base: PreTrainedModel, config: TrainConfig, modules: list[str]
             f"PEFT cannot adapt {type(base).__name__}: {error}",
             "Choose other modules in lora.target_modules.",
         ) from error
-    if needs_ref_adapter(config):
+    if config.needs_ref_adapter:
         model.add_adapter(REF, _peft_config(config.lora.model_copy(update={"dropout": 0.0}), modules))
-    if config.algorithm.uses_critic:
+    if config.critic_rank:
         critic = config.critic
         lora = LoraConfig(rank=critic.rank, alpha=critic.alpha, use_rslora=config.lora.use_rslora)
         model.add_adapter(CRITIC, _peft_config(lora, modules))

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from skylite.types import IntArray
 
+Tokens = Sequence[int] | IntArray
 SCORES_PER_CALL = 16384
 """Overhead of one attention call, as the number of attention scores that cost the same time.
 
@@ -76,7 +77,7 @@ class Member:
     """Nodes in common with the path before it. Kept, so that no cut compares paths again."""
 
 
-def build_tree(sequences: Sequence[Sequence[int]], groups: Sequence[int]) -> Tree:
+def build_tree(sequences: Sequence[Tokens], groups: Sequence[int]) -> Tree:
     """The prefix tree of `sequences`, of which some share nodes (`find_sharing`)."""
     arrays = [np.asarray(s, dtype=np.int64) for s in sequences]
     order, prefix, lengths = find_sharing(arrays, groups)
@@ -104,7 +105,7 @@ def build_tree(sequences: Sequence[Sequence[int]], groups: Sequence[int]) -> Tre
     return Tree(np.concatenate(tokens), np.concatenate(depths), ends, paths, pieces)
 
 
-def tree_size(sequences: Sequence[Sequence[int]], groups: Sequence[int]) -> int:
+def tree_size(sequences: Sequence[Tokens], groups: Sequence[int]) -> int:
     """The number of nodes of `build_tree`, without building it."""
     arrays = [np.asarray(s, dtype=np.int64) for s in sequences]
     _, prefix, lengths = find_sharing(arrays, groups)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
 import torch
 import torch.distributed as torch_dist
@@ -19,7 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from skylite.processes.hardware import threads_per_rank
 
 COLLECTIVE_TIMEOUT_S = 600.0
-"""Longest wait in a collective. A longer one is a hang, because no rank waits for rollouts meanwhile."""
+"""Longest wait in a collective. A longer one is a hang: see `Dist.wait_for`."""
+KEEP_ALIVE_S = 30.0
+POLL_S = 0.02
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +65,35 @@ class Dist:
         torch_dist.broadcast(values, src=0)
         return values
 
+    def share(self, value: T | None) -> T:
+        """The value of rank 0 on every rank; the others pass None."""
+        box = [value]
+        if self.dp_size > 1:  # by gloo, also beside NCCL: a rank that waits in NCCL keeps its GPU busy
+            torch_dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return cast(T, box[0])
+
+    def wait_for(self, look: Callable[[], T | None]) -> T:
+        """What `look` returns on rank 0, which alone calls it, once that is not None. All ranks call it.
+
+        Rank 0 shares a sign of life every KEEP_ALIVE_S, so that the wait does not time out.
+        """
+        while True:
+            value = self.share(_poll(look) if self.is_main else None)
+            if value is not None:
+                return value
+
+
+def _poll(look: Callable[[], T | None]) -> T | None:
+    """What `look` returns, once it is not None, or None after KEEP_ALIVE_S."""
+    deadline = time.monotonic() + KEEP_ALIVE_S
+    while (value := look()) is None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return value
+
 
 @contextmanager
 def process_group(device_type: Literal["cpu", "cuda"], rendezvous: Path | None = None) -> Iterator[Dist]:
-    """Join the group that torchrun's environment describes, with gloo on a CPU and NCCL on GPUs.
+    """Join the group that torchrun's environment describes, with gloo on a CPU, and NCCL beside it on GPUs.
 
     `rendezvous`: folder for the file through which ranks find each other. None: a TCP port that torchrun
     chooses and that listens on all interfaces.
@@ -77,7 +106,7 @@ def process_group(device_type: Literal["cpu", "cuda"], rendezvous: Path | None =
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     if rendezvous is None:
         torch_dist.init_process_group(backend, timeout=timeout)

@@ -26,7 +26,8 @@ ROLLOUT_COLUMNS = {
     "trajectory": pa.int32(),
     "turn": pa.int32(),
     "prompt_id": pa.string(),
-    "completion_token_ids": pa.list_(pa.int32()),
+    "token_ids": pa.list_(pa.int32()),
+    "weights": pa.list_(pa.float32()),
     "finish_reason": pa.string(),
     "end": pa.string(),
     "turn_reward": pa.float64(),
@@ -120,8 +121,8 @@ class Filter:
 def read_training(path: Path, step: int) -> list[Completion]:
     """The trajectories of a rollout file in its order. Raises DataError."""
     table = read_columns(path, ROLLOUT_COLUMNS)
-    tokens = _token_lists(table["completion_token_ids"])
-    texts = table.drop_columns("completion_token_ids").to_pylist()
+    tokens = _completions(table)
+    texts = table.drop_columns(["token_ids", "weights"]).to_pylist()
     rows = [row | {"tokens": ids} for row, ids in zip(texts, tokens, strict=True)]
     rows.sort(key=lambda row: (row["group"], row["trajectory"], row["turn"]))
     found = []
@@ -182,6 +183,12 @@ def repetition(token_ids: Sequence[int] | np.ndarray[Any, Any]) -> float:
     for k in range(GRAM):
         hashes = hashes * HASH_FACTOR + ids[k : k + num_grams].astype(np.uint64)
     return 1 - len(np.unique(hashes)) / num_grams
+
+
+def _completions(table: pa.Table) -> list[np.ndarray[Any, Any]]:
+    """The sampled tokens of each row: those with a weight. A damaged row has none."""
+    rows = zip(_token_lists(table["token_ids"]), _token_lists(table["weights"]), strict=True)
+    return [ids[weights > 0] if len(ids) == len(weights) else ids[:0] for ids, weights in rows]
 
 
 def _token_lists(column: pa.ChunkedArray) -> list[np.ndarray[Any, Any]]:

@@ -174,7 +174,7 @@ def plan_memory(
 def trainer_memory(sizes: ModelSizes, config: TrainConfig, device: Device, dtype: str) -> TrainerMemory:
     """Predict a rank's memory."""
     item = DTYPE_BYTES[dtype]
-    adapters = sizes.lora + (config.critic.rank * sizes.lora_per_rank if config.algorithm.uses_critic else 0)
+    adapters = sizes.lora + config.critic_rank * sizes.lora_per_rank
     offload, full = config.trainer.offload, config.trainer.checkpointing == "full"
     sdpa = config.trainer.attention == "sdpa"
     # Autograd keeps keys and values for each head and piece. On a CPU it keeps them once.

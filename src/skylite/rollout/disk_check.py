@@ -53,7 +53,7 @@ def adapter_bytes(model_path: Path, config: TrainConfig, dtype: str) -> int:
 
 def checkpoint_bytes(model_path: Path, config: TrainConfig) -> int:
     """Maximum size of one checkpoint: LoRA and two AdamW moments in float32, for policy and critic."""
-    rank = config.lora.rank + (config.critic.rank if config.algorithm.uses_critic else 0)
+    rank = config.lora.rank + config.critic_rank
     return 3 * FLOAT32_BYTES * _lora_parameters(model_path, rank)
 
 

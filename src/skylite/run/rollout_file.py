@@ -7,28 +7,40 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skylite.errors import DataError
 from skylite.run.files import atomic_file
 from skylite.run.parquet_file import read_parquet
-from skylite.types import Call, Group, Message, Prompt, Trajectory
+from skylite.types import Call, Group, Message, Prompt, TrainingExample, Trajectory
 
-ROLLOUT_SCHEMA = pa.schema(
+EXAMPLE_SCHEMA = pa.schema(
     [
         # These three identify the call: turn in trajectory in group, each counted from 0.
         ("group", pa.int32()),
         ("trajectory", pa.int32()),
         ("turn", pa.int32()),
         ("prompt_id", pa.string()),
-        ("prompt_token_ids", pa.list_(pa.int32())),
-        ("completion_token_ids", pa.list_(pa.int32())),
+        ("token_ids", pa.list_(pa.int32())),
+        # 0: context, which a call got as its prompt.
+        ("weights", pa.list_(pa.float32())),
+        # One for each token, 0 for context. No value: the tokens were not sampled.
         ("sampling_logprobs", pa.list_(pa.float32())),
-        ("finish_reason", pa.string()),
+        # float64, so that the trainer rounds a trajectory's sum exactly as `Group.is_zero_std` does.
+        ("call_reward", pa.float64()),
+        ("is_truncated", pa.bool_()),
         ("adapter_version", pa.int32()),
+    ]
+)
+"""What the trainer reads: the fields of TrainingExample."""
+ROLLOUT_SCHEMA = pa.schema(
+    [
+        *EXAMPLE_SCHEMA,
+        # The rest is for people.
+        ("finish_reason", pa.string()),
         # Reward, penalty and components belong to the trajectory and are equal in all of its rows.
-        # float64, so that the trainer rounds reward + penalty exactly as `Group.is_zero_std` does.
         ("reward", pa.float64()),
         ("penalty", pa.float64()),
         ("components", pa.map_(pa.string(), pa.float64())),
@@ -45,13 +57,82 @@ ROLLOUT_SCHEMA = pa.schema(
 )
 TRAJECTORY_COLUMNS = ("reward", "penalty", "end", "has_turn_rewards")
 """Columns that must be equal in all rows of a trajectory."""
+NULLABLE = ("sampling_logprobs",)
 
 
 def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
     """Write a step's groups atomically. Raises WriteFailed."""
-    table = pa.Table.from_pylist(list(_rows_of(groups)), schema=ROLLOUT_SCHEMA)
+    rows = zip(examples_of(groups), _texts_of(groups), strict=True)
+    table = pa.Table.from_pylist(
+        [_example_row(example) | text for example, text in rows], schema=ROLLOUT_SCHEMA
+    )
     with atomic_file(path, table.nbytes) as temporary:
         pq.write_table(table, temporary, compression="zstd")
+
+
+def examples_of(groups: Sequence[Group]) -> list[TrainingExample]:
+    """One example for each call."""
+    return [
+        _example(number, group, index, trajectory, turn)
+        for number, group in enumerate(groups)
+        for index, trajectory in enumerate(group.trajectories)
+        for turn in range(len(trajectory.calls))
+    ]
+
+
+def _example(number: int, group: Group, index: int, trajectory: Trajectory, turn: int) -> TrainingExample:
+    call = trajectory.calls[turn]
+    num_prompt, num_completion = len(call.prompt_token_ids), len(call.completion_token_ids)
+    logprobs = np.array([0.0] * num_prompt + call.sampling_logprobs, dtype=np.float32)
+    return TrainingExample(
+        token_ids=np.array(call.prompt_token_ids + call.completion_token_ids, dtype=np.int64),
+        weights=np.repeat(np.array([0, 1], dtype=np.float32), [num_prompt, num_completion]),
+        sampling_logprobs=logprobs if call.sampling_logprobs else None,
+        group=number,
+        trajectory=index,
+        turn=turn,
+        reward=trajectory.call_rewards[turn],
+        is_truncated=trajectory.is_truncated,
+        version=call.adapter_version,
+        prompt_id=group.prompt.id,
+    )
+
+
+def read_examples(path: Path) -> list[TrainingExample]:
+    """What the trainer learns from in a step, in order. Raises DataError."""
+    rows = _read(path, EXAMPLE_SCHEMA.names)
+    if not rows:
+        raise _unusable(path, "it has no rows")
+    return [_read_example(path, row) for row in sorted(rows, key=_place)]
+
+
+def _place(row: Mapping[str, Any]) -> tuple[int, int, int]:
+    return row["group"], row["trajectory"], row["turn"]
+
+
+def _read_example(path: Path, row: dict[str, Any]) -> TrainingExample:
+    token_ids, weights = np.array(row["token_ids"], np.int64), np.array(row["weights"], np.float32)
+    logprobs = row["sampling_logprobs"]
+    lengths = {len(token_ids), len(weights), len(token_ids if logprobs is None else logprobs)}
+    if len(lengths) != 1 or not len(token_ids) or weights[0] or not weights.any():
+        raise _unusable(
+            path,
+            f"group {row['group']}, trajectory {row['trajectory']} has a call with {len(token_ids)} tokens, "
+            f"{len(weights)} weights, of which the first must be 0 and another not, and "
+            f"{'no' if logprobs is None else len(logprobs)} logprobs",
+        )
+    return TrainingExample(
+        token_ids=token_ids,
+        weights=weights,
+        sampling_logprobs=None if logprobs is None else np.array(logprobs, np.float32),
+        group=row["group"],
+        trajectory=row["trajectory"],
+        turn=row["turn"],
+        reward=row["call_reward"],
+        is_truncated=row["is_truncated"],
+        version=row["adapter_version"],
+        prompt_id=row["prompt_id"],
+    )
 
 
 def read_rollouts(path: Path) -> list[Group]:
@@ -60,7 +141,7 @@ def read_rollouts(path: Path) -> list[Group]:
     Raises DataError if the file is not a valid rollout file.
     """
     rows = _read(path, ROLLOUT_SCHEMA.names)
-    rows.sort(key=lambda row: (row["group"], row["trajectory"], row["turn"]))
+    rows.sort(key=_place)
     groups = [_group(path, list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["group"])]
     if not groups or len({len(g.trajectories) for g in groups}) != 1:
         sizes = sorted({len(g.trajectories) for g in groups})
@@ -82,20 +163,28 @@ def mean_reward(path: Path) -> float:
     return sum(rewards) / len(rewards)  # not fsum, which raises for inf + -inf
 
 
-def _rows_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
-    for number, group in enumerate(groups):
-        for index, trajectory in enumerate(group.trajectories):
+def _example_row(example: TrainingExample) -> dict[str, Any]:
+    return {
+        "group": example.group,
+        "trajectory": example.trajectory,
+        "turn": example.turn,
+        "prompt_id": example.prompt_id,
+        "token_ids": example.token_ids,
+        "weights": example.weights,
+        "sampling_logprobs": example.sampling_logprobs,
+        "call_reward": example.reward,
+        "is_truncated": example.is_truncated,
+        "adapter_version": example.version,
+    }
+
+
+def _texts_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """What a person reads of each call."""
+    for group in groups:
+        for trajectory in group.trajectories:
             for turn, call in enumerate(trajectory.calls):
                 yield {
-                    "group": number,
-                    "trajectory": index,
-                    "turn": turn,
-                    "prompt_id": group.prompt.id,
-                    "prompt_token_ids": call.prompt_token_ids,
-                    "completion_token_ids": call.completion_token_ids,
-                    "sampling_logprobs": call.sampling_logprobs,
                     "finish_reason": call.finish_reason,
-                    "adapter_version": call.adapter_version,
                     "reward": trajectory.reward,
                     "penalty": trajectory.penalty,
                     "components": dict(trajectory.components),
@@ -128,7 +217,7 @@ def _trajectory(path: Path, rows: list[dict[str, Any]]) -> Trajectory:
     if len({repr([row[name] for name in TRAJECTORY_COLUMNS]) for row in rows}) != 1:
         raise _unusable(path, f"the turns of {place} have different rewards, which belong to the trajectory")
     return Trajectory(
-        calls=tuple(_call(path, place, row) for row in rows),
+        calls=tuple(_call(path, row) for row in rows),
         reward=first["reward"],
         penalty=first["penalty"],
         components=dict(first["components"]),
@@ -137,18 +226,14 @@ def _trajectory(path: Path, rows: list[dict[str, Any]]) -> Trajectory:
     )
 
 
-def _call(path: Path, place: str, row: dict[str, Any]) -> Call:
-    num_tokens = len(row["completion_token_ids"])
-    if not row["prompt_token_ids"] or not num_tokens or len(row["sampling_logprobs"]) not in (0, num_tokens):
-        raise _unusable(
-            path,
-            f"{place} has a call with {len(row['prompt_token_ids'])} prompt tokens, "
-            f"{num_tokens} completion tokens and {len(row['sampling_logprobs'])} logprobs",
-        )
+def _call(path: Path, row: dict[str, Any]) -> Call:
+    example = _read_example(path, row)
+    first = int(example.scored[0])
+    logprobs = np.zeros(0) if example.sampling_logprobs is None else example.sampling_logprobs
     return Call(
-        prompt_token_ids=row["prompt_token_ids"],
-        completion_token_ids=row["completion_token_ids"],
-        sampling_logprobs=row["sampling_logprobs"],
+        prompt_token_ids=row["token_ids"][:first],
+        completion_token_ids=row["token_ids"][first:],
+        sampling_logprobs=logprobs[first:].tolist(),
         finish_reason=row["finish_reason"],
         adapter_version=row["adapter_version"],
         text=row["completion"],
@@ -170,7 +255,8 @@ def _read(path: Path, columns: list[str]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = table.to_pylist()
     except ValueError as error:  # text that is not UTF-8
         raise _unusable(path, str(error)) from None
-    if missing := next((name for row in rows for name in columns if row[name] is None), None):
+    required = [name for name in columns if name not in NULLABLE]
+    if missing := next((name for row in rows for name in required if row[name] is None), None):
         raise _unusable(path, f"column {missing} has a row without a value")
     return rows
 

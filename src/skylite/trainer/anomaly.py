@@ -2,7 +2,7 @@
 
 NaN is caught here (rewards, sampling logprobs, metrics, parameters) and, as TrainingDiverged, in optimizer.py
 (gradients) and trainer/loop.py (canary). A user's loss or advantage that makes NaN ends the run in
-chosen_algorithm.py, which names the function.
+algorithms/user_functions.py, which names the function.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +27,7 @@ from skylite.run.files import atomic_folder, write_json
 from skylite.run.rollout_file import mean_reward
 from skylite.run.run_dir import RunDir
 from skylite.trainer.optimizer import FlatAdamW, restart_hint
-from skylite.types import Group, is_number
+from skylite.types import TrainingExample, is_number
 
 FINITE_METRICS = (
     "loss/policy",
@@ -126,17 +128,21 @@ def _restore(optimizers: Sequence[FlatAdamW], snapshots: Mapping[str, OptimizerS
             restore_snapshot(optimizer, snapshots[optimizer.name])
 
 
-def rollout_anomaly(groups: Sequence[Group]) -> str:
+def rollout_anomaly(examples: Sequence[TrainingExample]) -> str:
     """Name the first reward or logprob in a step's rollouts that is not finite; "" if all are finite."""
-    for row, group in enumerate(groups):
-        for column, trajectory in enumerate(group.trajectories):
-            name = f"trajectory {column} of group {row}"
-            if not is_number(trajectory.train_reward):
-                return f"the reward of {name} (prompt {group.prompt.id}) is {trajectory.train_reward:g}"
-            for turn, sample in enumerate(trajectory.calls):
-                for place, logprob in enumerate(sample.sampling_logprobs):
-                    if not math.isfinite(logprob):
-                        return f"the engine's logprob of token {place} in turn {turn} of {name} is {logprob}"
+    for (row, column), of_trajectory in groupby(examples, key=lambda e: (e.group, e.trajectory)):
+        calls, name = list(of_trajectory), f"trajectory {column} of group {row}"
+        reward = sum(e.reward for e in calls)
+        if not is_number(reward):
+            return f"the reward of {name} (prompt {calls[0].prompt_id}) is {reward:g}"
+        for e in calls:
+            if e.sampling_logprobs is None:
+                continue
+            logprobs = e.sampling_logprobs[e.scored]
+            if len(bad := np.flatnonzero(~np.isfinite(logprobs))):
+                return (
+                    f"the engine's logprob of token {bad[0]} in turn {e.turn} of {name} is {logprobs[bad[0]]}"
+                )
     return ""
 
 
@@ -196,7 +202,7 @@ def reject_step(
     """
     if dist.is_main:
         save_rejected_step(run, step, anomaly, metrics, config.anomaly)
-    skipped = consecutive_skips(run, step)
+    skipped = dist.share(consecutive_skips(run, step) if dist.is_main else None)
     if config.anomaly.action == "stop" or skipped >= config.anomaly.max_skips:
         checkpoint()
         # Wait until rank 0 has written: the first rank that fails ends all others.

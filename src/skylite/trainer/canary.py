@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,15 +15,17 @@ from skylite.errors import ConfigError, TrainingDiverged
 from skylite.model.float32_arithmetic import Float32Arithmetic
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, reference_policy, score
+from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
+from skylite.types import completion_example
 
-POLL_S = 0.02
+
+def wait_for_canary(run: RunDir, dist: Dist) -> list[list[int]]:
+    """The canary's token ids. The parent writes them once its tokenizer is loaded. All ranks call it."""
+    return dist.wait_for(lambda: read_canary(run) if run.canary_path.exists() else None)
 
 
-def wait_for_canary(run: RunDir) -> list[list[int]]:
-    """The canary's token ids. The parent writes them once its tokenizer is loaded."""
-    while not run.canary_path.exists():
-        time.sleep(POLL_S)
+def read_canary(run: RunDir) -> list[list[int]]:
     sequences = run.read_json(run.canary_path).get("sequences")
     if not _are_sequences(sequences):
         raise ConfigError(
@@ -64,13 +65,8 @@ def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list
 
     Computed in float32 also for a bfloat16 policy, so that only the engine's rounding is in the canary.
     """
-    tokens = pack_tokens(
-        [s[:1] for s in sequences],
-        [s[1:] for s in sequences],
-        range(len(sequences)),
-        policy.packing,
-        policy.device,
-    )
+    examples = [completion_example(s[:1], s[1:], group=i) for i, s in enumerate(sequences)]
+    tokens = pack_tokens(examples, policy.packing, policy.device)
     exact = Float32Arithmetic() if policy.dtype == torch.bfloat16 else nullcontext()
     with torch.no_grad(), exact:
         logprobs, _ = score(replace(policy, dtype=torch.float32), tokens, temperature=1.0)

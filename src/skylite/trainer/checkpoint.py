@@ -1,4 +1,4 @@
-"""Checkpoints: float32 parameters, AdamW's moments, the random state of every rank, and the step.
+"""Checkpoints: float32 parameters, AdamW's moments, and the step, which seeds all that is random.
 
 The tensors are safetensors, hashed while they are written; the rest is JSON. The adapter is replicated on
 every rank (model/policy.py), so rank 0 writes everything, and any number of ranks can resume.
@@ -19,12 +19,11 @@ from torch import Tensor
 import skylite
 from skylite.config.train import TrainConfig
 from skylite.errors import ModelError
-from skylite.model.process_group import Dist
 from skylite.run.checkpoint_folder import verify_checkpoint, write_checkpoint_manifest
 from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir
 from skylite.trainer.optimizer import FlatAdamW
-from skylite.trainer.write_safetensors import safetensors_buffers, write_buffers
+from skylite.trainer.publish_adapter import safetensors_buffers, write_buffers
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
@@ -37,7 +36,6 @@ def save_checkpoint(
     step: int,
     config: TrainConfig,
     optimizers: Sequence[FlatAdamW],
-    random_state: Mapping[str, Tensor],
 ) -> None:
     """Write `checkpoints/step-000010/` unless it exists. Rank 0 only. The parent deletes old checkpoints."""
     path = run.checkpoint_path(step)
@@ -45,14 +43,13 @@ def save_checkpoint(
         return
     with atomic_folder(path, checkpoint_bytes(optimizers)) as folder:
         files = {k.replace("/", "-"): part for x in optimizers for k, part in _parts(x, _moments(x)).items()}
-        hashes = save_tensors(folder, files | {"random": _prefixed("random", random_state)})
+        hashes = save_tensors(folder, files)
         state = {
             "step": step,
             "adapter_version": step,
             # Prompts and learning rate are functions of (seed, step), so the step is all they need.
             "next_step": step + 1,
             "optimizer_updates": {x.name: _num_updates(x) for x in optimizers},
-            "num_ranks": len(random_state),
             "versions": {"skylite": skylite.__version__, **{name: version(name) for name in LIBRARIES}},
             "config": config.model_dump(mode="json"),
         }
@@ -69,17 +66,7 @@ def checkpoint_bytes(optimizers: Sequence[FlatAdamW]) -> int:
     )
 
 
-def random_states(dist: Dist) -> dict[str, Tensor]:
-    """The state of each rank's random generator, uint8 on the CPU: `rank-0`, `rank-1`, ... All ranks call it.
-
-    No result depends on it today, because every step seeds the generator from (seed, step, rank). It is saved
-    so that later code may rely on it.
-    """
-    states = dist.all_gather(_random_state(dist).to(dist.device)).view(dist.dp_size, -1).cpu()
-    return {f"rank-{rank}": state.clone() for rank, state in enumerate(states)}
-
-
-def load_checkpoint(folder: Path, optimizers: Sequence[FlatAdamW], dist: Dist) -> int:
+def load_checkpoint(folder: Path, optimizers: Sequence[FlatAdamW]) -> int:
     """Load a checkpoint into the optimizers. Returns its step.
 
     Raises ModelError if the checkpoint is damaged or has other shapes.
@@ -87,7 +74,7 @@ def load_checkpoint(folder: Path, optimizers: Sequence[FlatAdamW], dist: Dist) -
     verify_checkpoint(folder)
     try:
         state = parse_json(read_text(folder / "state.json"))
-        step, num_ranks = int(state["step"]), int(state["num_ranks"])
+        step = int(state["step"])
         updates = {x.name: int(state["optimizer_updates"][x.name]) for x in optimizers}
         moments = {x.name: _empty_moments(x) if updates[x.name] else {} for x in optimizers}
         tensors = {
@@ -96,19 +83,13 @@ def load_checkpoint(folder: Path, optimizers: Sequence[FlatAdamW], dist: Dist) -
             for part in _parts(x, moments[x.name]).values()
             for name, t in part.items()
         }
-        own, stored = (
-            _prefixed("random", {f"rank-{dist.dp_rank}": _random_state(dist)}),
-            stored_shapes(folder),
-        )
-        if {n: shape for n, shape in stored.items() if not n.startswith("random/")} != _shapes(tensors):
+        if stored_shapes(folder) != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
             names = " and ".join(x.name for x in optimizers)
             raise ModelError(
                 f"The checkpoint {folder} holds matrices of other shapes for the {names}.",
                 "Use the config.json of the run that wrote it.",
             )
-        # The random state only fits the same number of ranks on the same kind of device.
-        restores_random = num_ranks == dist.dp_size and _shapes(own).items() <= stored.items()
-        load_tensors(folder, tensors | own if restores_random else tensors)
+        load_tensors(folder, tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(
             f"The checkpoint {folder} cannot be read: {error}.",
@@ -116,8 +97,6 @@ def load_checkpoint(folder: Path, optimizers: Sequence[FlatAdamW], dist: Dist) -
         ) from None
     for optimizer in optimizers:
         _restore_optimizer(optimizer, moments[optimizer.name], updates[optimizer.name])
-    if restores_random:
-        _set_random_state(dist, *own.values())
     return step
 
 
@@ -145,23 +124,8 @@ def _empty_moments(optimizer: FlatAdamW) -> dict[str, dict[str, Tensor]]:
     return {m: {n: torch.empty_like(p, device="cpu") for n, p in optimizer.params.items()} for m in MOMENTS}
 
 
-def _random_state(dist: Dist) -> Tensor:
-    return torch.cuda.get_rng_state(dist.device) if dist.device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_random_state(dist: Dist, state: Tensor) -> None:
-    if dist.device.type == "cuda":
-        torch.cuda.set_rng_state(state, dist.device)
-    else:
-        torch.set_rng_state(state)
-
-
 def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}/{name}": tensor for name, tensor in tensors.items()}
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _num_updates(optimizer: FlatAdamW) -> int:
@@ -208,8 +172,8 @@ def load_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor in a folder that `save_tensors` wrote."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return found
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes

@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from skylite.config.algorithm import AlgorithmConfig
+from skylite.algorithms.advantages import zero_std_groups
+from skylite.algorithms.interface import Algorithm
 from skylite.config.train import TrainConfig
 from skylite.model.process_group import Dist
-from skylite.trainer.micro_batch_plan import Batch
-from skylite.trainer.micro_batches import MicroBatch, computed_numbers, is_counted
-
-LOSSES = ("loss/policy", "critic/loss")
-"""Sums of weighted losses. Their mean is over updates, not over tokens."""
+from skylite.trainer.micro_batches import MicroBatch, Table, num_tokens
 
 
 @dataclass(slots=True)
@@ -27,8 +24,9 @@ class MetricSums:
     num_nodes: int = 0
     worst: Tensor | None = None
     """[4] the largest trainer-engine mismatch: |difference|, token id, engine logprob, trainer logprob."""
-    scored: list[tuple[Tensor, Tensor]] | None = field(default_factory=list)
-    """(keys, trainer - engine) of the first update's tokens; None in later updates. See rollout_gaps.py."""
+    scored: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """(keys, trainer - engine) of the first update's tokens. See rollout_gaps.py."""
+    is_first_update: bool = True
     grad_norms: list[float] = field(default_factory=list)
     critic_grad_norms: list[float] = field(default_factory=list)
 
@@ -38,22 +36,28 @@ class MetricSums:
             value = value.detach().double()
             self.sums[key] = self.sums[key] + value if key in self.sums else value
 
-    def add_mismatch(self, micro: MicroBatch, logprobs: Tensor) -> None:
-        """Count the micro-batch's tokens and keep the worst mismatch with the engine."""
+    def add_tokens(self, micro: MicroBatch, logprobs: Tensor, *, has_dropout: bool) -> None:
+        """Count the micro-batch's tokens, and compare their logprobs with the engine's."""
         self.num_tokens += len(logprobs)
         self.num_nodes += micro.tokens.num_nodes
-        if not len(logprobs):
+        if not len(logprobs) or micro.sampling_logprobs is None:
             return
         gaps = (logprobs - micro.sampling_logprobs).abs()
         rows = torch.stack(
             [x.double() for x in (gaps, micro.tokens.targets, micro.sampling_logprobs, logprobs)]
         )
-        found = rows.index_select(1, gaps.argmax()[None])[:, 0]
-        worst = _no_mismatch(found.device) if self.worst is None else self.worst
-        self.worst = torch.where(found[0] > worst[0], found, worst)
+        own = rows.index_select(1, gaps.argmax()[None])[:, 0]
+        worst = _no_mismatch(own.device) if self.worst is None else self.worst
+        self.worst = torch.where(own[0] > worst[0], own, worst)
+        # With dropout, only the precomputed logprobs are those of the version that sampled.
+        without_dropout = micro.old_logprobs if has_dropout else logprobs
+        if self.is_first_update and without_dropout is not None:
+            self.scored.append((micro.keys, without_dropout - micro.sampling_logprobs))
 
 
-def step_metrics(batch: Batch, sums: MetricSums, config: TrainConfig, dist: Dist) -> dict[str, float]:
+def step_metrics(
+    table: Table, sums: MetricSums, algorithm: Algorithm, config: TrainConfig, dist: Dist
+) -> dict[str, float]:
     """The metrics of all ranks. Means are over the computed tokens, token counts over the step."""
     names = sorted(sums.sums)
     # full() instead of a tensor of both: its value is an argument of a kernel, not a copy.
@@ -66,13 +70,16 @@ def step_metrics(batch: Batch, sums: MetricSums, config: TrainConfig, dist: Dist
     total = dict(zip(["tokens/computed", "tokens/unique", *names], reduced, strict=True))
     num_computed = max(1.0, total.pop("tokens/computed"))
     num_updates = config.algorithm.updates_per_step
-    means = {n: value / (num_updates if n in LOSSES else num_computed) for n, value in total.items()}
-    metrics = means | _importance_metrics(means) | _critic_metrics(means, sums) | _worst_mismatch(sums, dist)
+    means = {n: value / (num_updates if n in algorithm.means else num_computed) for n, value in total.items()}
+    metrics = means | _critic_metrics(means, sums)
+    if config.algorithm.source == "rollouts":
+        metrics |= _importance_metrics(means) | _worst_mismatch(sums, dist) | _group_metrics(table)
+        metrics["policy/entropy"] = _mean_entropy(table, total["policy/entropy"])
     for name in INTERMEDIATE & metrics.keys():
         del metrics[name]
     return metrics | {
-        "policy/entropy": _mean_entropy(batch, config.algorithm, total["policy/entropy"]),
-        **_batch_metrics(batch, config),
+        "tokens/completion": float(sum(map(num_tokens, table.trajectories))),
+        "tokens/total": float(sum(len(e.token_ids) for calls in table.trajectories for e in calls)),
         "optim/grad_norm": sum(sums.grad_norms) / len(sums.grad_norms),
         "tokens/unique": total["tokens/unique"],
     }
@@ -89,20 +96,12 @@ INTERMEDIATE = {
 """Sums that are only inputs of other metrics."""
 
 
-def _batch_metrics(batch: Batch, config: TrainConfig) -> dict[str, float]:
+def _group_metrics(table: Table) -> dict[str, float]:
     """Metrics that depend on the rollouts only."""
-    counted = [
-        is_counted(batch, row, trajectory, config.algorithm)
-        for row, group in enumerate(batch.groups)
-        for trajectory in group.trajectories
-    ]
-    samples = [s for t in batch.trajectories for s in t.calls]
-    num_sampled = sum(len(s.completion_token_ids) for s in samples)
+    zero_std = zero_std_groups(table.rewards).tolist()
     return {
-        "groups/zero_std_frac": sum(batch.zero_std) / len(batch.groups),
-        "groups/left_out_frac": sum(not c for c in counted) / len(counted),
-        "tokens/completion": float(num_sampled),
-        "tokens/total": float(sum(len(s.prompt_token_ids) for s in samples) + num_sampled),
+        "groups/zero_std_frac": sum(zero_std) / len(zero_std),
+        "groups/left_out_frac": int((~table.kept).sum()) / table.kept.numel(),
     }
 
 
@@ -146,12 +145,18 @@ def _no_mismatch(device: torch.device) -> Tensor:
     return torch.nn.functional.pad(torch.full((2,), -1.0, dtype=torch.float64, device=device), (0, 2))
 
 
-def _mean_entropy(batch: Batch, config: AlgorithmConfig, entropy_sum: float) -> float:
+def _mean_entropy(table: Table, entropy_sum: float) -> float:
     """Mean entropy over all sampled tokens.
 
     Tokens that were not computed count with -log p, whose expected value is the entropy.
     """
-    computed = {number for update in computed_numbers(batch, config) for number in update}
-    left_out = [t for number, t in enumerate(batch.trajectories) if number not in computed]
-    skipped = -sum(x for t in left_out for s in t.calls for x in s.sampling_logprobs)
-    return (entropy_sum + skipped) / sum(t.num_tokens for t in batch.trajectories)
+    computed = {number for update in table.updates for number in update}
+    left_out = [calls for number, calls in enumerate(table.trajectories) if number not in computed]
+    skipped = -sum(
+        logprob
+        for calls in left_out
+        for e in calls
+        if e.sampling_logprobs is not None
+        for logprob in map(float, e.sampling_logprobs[e.scored])
+    )
+    return (entropy_sum + skipped) / sum(map(num_tokens, table.trajectories))

@@ -1,185 +1,347 @@
-"""Pack: turns a step's batch into the micro-batches that this rank computes, update by update."""
+"""Pack: turns a step's examples into the micro-batches that this rank computes, update by update."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, pairwise
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from skylite.algorithms.losses import AGGREGATIONS, POLICY_LOSSES, SEQUENCE_RATIOS, BatchSize
-from skylite.config.algorithm import AlgorithmConfig
+from skylite.algorithms.interface import Algorithm, KeepTogether
+from skylite.algorithms.losses import BatchSize
 from skylite.config.train import TrainConfig
-from skylite.model.packing import NO_TOKENS, PackedTokens, pack_tokens, upload
+from skylite.errors import DataError
+from skylite.model.packing import NO_TOKENS, PackedTokens, Packing, pack_tokens, upload
 from skylite.model.policy import Policy
+from skylite.model.prefix_tree import shared_length, tree_size
 from skylite.model.process_group import Dist
-from skylite.trainer.chosen_algorithm import group_advantage
-from skylite.trainer.micro_batch_plan import Batch, Part, plan_micro_batches
-from skylite.types import Trajectory
+from skylite.types import TrainingExample
 
 KEY_STRIDE = 1 << 24
 """A token's key is trajectory number * KEY_STRIDE + token index; no trajectory has as many tokens."""
+Trajectory = Sequence[TrainingExample]
+"""The calls of a trajectory, in the order of its turns."""
+Unit = tuple[TrainingExample, ...]
+"""Examples that stay together: a trajectory, some of its calls, or a group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A step's trajectories: N groups of G, in file order."""
+
+    trajectories: Sequence[Trajectory]
+    """[N * G]; the place of one is its number."""
+    numbers: Mapping[tuple[int, int], int]
+    """(group, trajectory) of an example -> the number of its trajectory."""
+    rewards: Tensor
+    """[N, G] float32, penalties included."""
+    lengths: Tensor
+    """[N, G] tokens with a weight, float32."""
+    kept: Tensor
+    """[N, G] bool: in the loss."""
+    advantages: Tensor | None
+    """[N, G] if they depend on rewards and lengths only."""
+    updates: Sequence[Sequence[int]]
+    """The numbers of the trajectories that the ranks compute, for each update."""
+    sizes: Sequence[BatchSize]
+    """Of each update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward and backward pass of this rank: S trajectories with C sampled tokens, call after call.
+    """One forward and backward pass of this rank: the examples of S trajectories, with C tokens in all.
 
-    Of a trajectory that was cut (micro_batch_plan.py), it holds some of the calls.
+    Of a trajectory that was cut, it holds some of the calls. Fields with None come with the step: from
+    precompute.py, if the algorithm needs them. All are [C].
     """
 
-    trajectories: list[Trajectory]
-    """[S] with the calls that are computed here."""
-    numbers: list[int]
-    """[S] trajectory numbers in the step, see Batch."""
+    examples: Sequence[TrainingExample]
+    """Those of a trajectory stand together."""
+    numbers: Sequence[int]
+    """[S] the numbers of the trajectories, see Table."""
     tokens: PackedTokens
-    """A segment is a trajectory, a sequence is a call."""
+    """A segment is a trajectory."""
     keys: Tensor
-    """[C] int64: identifies each token, however the step is packed."""
+    """int64: identifies each token, however the step is packed."""
     token_weights: Tensor
-    """[C] factor on a token's loss; 0 if the token is not in the loss."""
-    num_update_tokens: int
-    """Tokens in the loss of its optimizer update, over all micro-batches and ranks."""
-    sampling_logprobs: Tensor
-    """[C] as the engine reported them."""
+    """Factor on a token's loss; 0 if the token is not in the loss."""
+    size: BatchSize
+    """Of its optimizer update, over all micro-batches and ranks."""
+    sampling_logprobs: Tensor | None
+    """As the engine reported them; None: not sampled."""
+    old_logprobs: Tensor | None = None
+    """Before the first update. None: in a step's only update the training pass computes them."""
+    entropies: Tensor | None = None
+    """Computed together with `old_logprobs`."""
+    kl_penalty: Tensor | None = None
+    """kl_coef times the KL estimate, if the KL is subtracted from the reward."""
+    values: Tensor | None = None
+    """The critic's values."""
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+    """The critic's targets."""
+    weights: Tensor | None = None
+    """`token_weights`, and 0 for tokens that the update leaves out."""
+    selected: Tensor | None = None
+    """bool: tokens that a covariance rule selected."""
 
     @property
     def counted(self) -> Tensor:
         """[C] bool: the tokens in the loss."""
         return self.token_weights > 0
 
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """[S] with the calls that are computed here."""
+        return by_trajectory(self.examples)
 
-def pack(batch: Batch, policy: Policy, config: TrainConfig, dist: Dist) -> list[list[MicroBatch]]:
-    """Split the step into updates, and each update over the ranks: [updates][micro-batches of this rank]."""
-    sizes = [_batch_size(batch, rows, config) for rows in _rows_of_updates(batch, config.algorithm)]
-    computed = computed_numbers(batch, config.algorithm)
-    return [
-        _micro_batches(batch, numbers, size, policy, config, dist)
-        for numbers, size in zip(computed, sizes, strict=True)
+    @property
+    def lengths(self) -> list[int]:
+        """[S] their tokens with a weight."""
+        return [num_tokens(calls) for calls in self.trajectories]
+
+
+def arrange(examples: Sequence[TrainingExample], algorithm: Algorithm, config: TrainConfig) -> Table:
+    """The step as a table. Raises DataError if groups differ in size."""
+    groups = [
+        [tuple(calls) for _, calls in groupby(of_group, key=lambda e: e.trajectory)]
+        for _, of_group in groupby(examples, key=lambda e: e.group)
     ]
-
-
-def computed_numbers(batch: Batch, config: AlgorithmConfig) -> list[list[int]]:
-    """[updates] numbers of the trajectories that the ranks compute.
-
-    Trajectories without a gradient are dropped, unless the algorithm needs the model's outputs for all.
-    """
-    updates = _rows_of_updates(batch, config)
-    computed = [[number for row in rows for number in _needed(batch, row, config)] for rows in updates]
-    if not any(computed):  # no gradient at all: compute one group with weight 0, to have metrics
-        computed[0] = list(range(batch.group_size))
-    return computed
-
-
-def _rows_of_updates(batch: Batch, config: AlgorithmConfig) -> list[range]:
-    """[updates] rows of their groups."""
-    num_groups, num_updates = len(batch.groups), config.updates_per_step
-    bounds = [num_groups * i // num_updates for i in range(num_updates + 1)]
-    return [range(a, b) for a, b in pairwise(bounds)]
-
-
-def is_counted(batch: Batch, row: int, trajectory: Trajectory, config: AlgorithmConfig) -> bool:
-    """Whether a trajectory is in the loss. Only this drops zero-std groups and truncated trajectories."""
-    dropped = batch.zero_std[row] and config.zero_std_groups != "keep"
-    return not dropped and not (trajectory.is_truncated and config.mask_truncated)
-
-
-def _batch_size(batch: Batch, rows: range, config: TrainConfig) -> BatchSize:
-    counted = [
-        t
-        for row in rows
-        for t in batch.groups[row].trajectories
-        if is_counted(batch, row, t, config.algorithm)
+    if len(sizes := {len(group) for group in groups}) != 1:
+        raise DataError(
+            f"The step's groups have {sorted(sizes)} trajectories; every group must have the same number.",
+            "Delete the rollout file; a resumed run samples the step again.",
+        )
+    rewards = torch.tensor([[sum(e.reward for e in calls) for calls in group] for group in groups])
+    lengths = torch.tensor([[float(num_tokens(calls)) for calls in group] for group in groups])
+    kept = algorithm.keep(rewards, torch.tensor([[t[0].is_truncated for t in g] for g in groups]))
+    advantages = None if config.algorithm.kl_in_reward else algorithm.credit(rewards, lengths)
+    rows = _rows_of_updates(len(groups), config.algorithm.updates_per_step)
+    needed = algorithm.needs_pass(kept, advantages)
+    numbers = torch.arange(needed.numel()).view_as(needed)
+    updates = [numbers[a:b][needed[a:b]].tolist() for a, b in rows]
+    if not any(updates):  # no gradient at all: compute one group with weight 0, to have metrics
+        updates[0] = numbers[0].tolist()
+    limit = config.rollout.max_completion_tokens
+    sizes_of = [
+        BatchSize(int(lengths[a:b][kept[a:b]].double().sum()), int(kept[a:b].sum()), limit) for a, b in rows
     ]
-    return BatchSize(sum(t.num_tokens for t in counted), len(counted), config.rollout.max_completion_tokens)
+    trajectories = [calls for group in groups for calls in group]
+    return Table(
+        trajectories=trajectories,
+        numbers={(t[0].group, t[0].trajectory): number for number, t in enumerate(trajectories)},
+        rewards=rewards,
+        lengths=lengths,
+        kept=kept,
+        advantages=advantages,
+        updates=updates,
+        sizes=sizes_of,
+    )
 
 
-def _needed(batch: Batch, row: int, config: AlgorithmConfig) -> list[int]:
-    """Numbers of the trajectories of a group that need a forward pass."""
-    trajectories = enumerate(batch.groups[row].trajectories, start=row * batch.group_size)
-    if batch.advantages is None:
-        return [number for number, _ in trajectories]
-    if not (_needs_every_token(config) or (batch.advantages[row] != 0).any()):
-        return []
-    return [number for number, t in trajectories if is_counted(batch, row, t, config)]
+def by_trajectory(examples: Sequence[TrainingExample]) -> list[Trajectory]:
+    """The examples, those of each trajectory together."""
+    return [tuple(calls) for _, calls in groupby(examples, key=lambda e: (e.group, e.trajectory))]
 
 
-def _needs_every_token(config: AlgorithmConfig) -> bool:
-    """Whether tokens with an advantage of 0 still matter to the loss."""
-    return config.uses_ref or config.entropy_coef != 0 or config.selects_tokens
+def num_tokens(calls: Trajectory) -> int:
+    """Tokens with a weight."""
+    return sum(int(np.count_nonzero(e.weights)) for e in calls)
 
 
-def _micro_batches(
-    batch: Batch, numbers: list[int], size: BatchSize, policy: Policy, config: TrainConfig, dist: Dist
-) -> list[MicroBatch]:
+def _rows_of_updates(num_groups: int, num_updates: int) -> list[tuple[int, int]]:
+    """Bounds of the rows of each update's groups."""
+    return list(pairwise(num_groups * i // num_updates for i in range(num_updates + 1)))
+
+
+def pack(
+    table: Table, algorithm: Algorithm, policy: Policy, config: TrainConfig, dist: Dist
+) -> list[list[MicroBatch]]:
+    """Divide each update over the ranks: [updates][micro-batches of this rank]."""
     budget = config.trainer.tokens_per_micro_batch
     assert budget != "auto", "trainer/micro_batch_memory.py replaces it before the first step"
-    may_cut = not _joins_tokens(config)
-    plan = plan_micro_batches(batch, numbers, budget, dist.dp_size, policy.packing, may_cut=may_cut)
-    return [_micro_batch(batch, parts, size, policy, config.algorithm) for parts in plan[dist.dp_rank]]
+    packed = []
+    for numbers, size in zip(table.updates, table.sizes, strict=True):
+        trajectories = [table.trajectories[number] for number in numbers]
+        plan = plan_micro_batches(trajectories, budget, dist.dp_size, policy.packing, algorithm.keep_together)
+        packed.append([make_micro_batch(table, x, size, algorithm, policy) for x in plan[dist.dp_rank]])
+    return packed
 
 
-def _joins_tokens(config: TrainConfig) -> bool:
-    """Whether a token's loss may depend on the model's outputs for other tokens of its trajectory."""
-    loss, importance = config.algorithm.policy_loss, config.importance
-    joined_loss = loss in SEQUENCE_RATIOS or loss not in POLICY_LOSSES  # the user's own may do anything
-    joined_weights = importance.level == "sequence" or importance.reject_kl is not None
-    along_the_tokens = group_advantage(config.algorithm.advantage) is None
-    return joined_loss or joined_weights or along_the_tokens
-
-
-def _micro_batch(
-    batch: Batch, parts: list[Part], size: BatchSize, policy: Policy, config: AlgorithmConfig
+def make_micro_batch(
+    table: Table,
+    examples: Sequence[TrainingExample],
+    size: BatchSize,
+    algorithm: Algorithm,
+    policy: Policy,
 ) -> MicroBatch:
-    numbers, device = [p.number for p in parts], policy.device
-    trajectories = [_calls_of(batch.trajectory(p.number), p) for p in parts]
-    calls = [(index, s) for index, t in enumerate(trajectories) for s in t.calls]
-    samples = [s for _, s in calls]
-    lengths = np.array([t.num_tokens for t in trajectories], dtype=np.int64)
+    """The tensors of these examples, on the policy's device."""
+    parts = by_trajectory(examples)
+    numbers = [table.numbers[part[0].group, part[0].trajectory] for part in parts]
+    lengths = np.array([num_tokens(part) for part in parts], dtype=np.int64)
     before = [
-        sum(len(s.completion_token_ids) for s in batch.trajectory(p.number).calls[: p.first]) for p in parts
+        num_tokens(table.trajectories[n][: part[0].turn]) for n, part in zip(numbers, parts, strict=True)
     ]
     starts = np.array(numbers, dtype=np.int64) * KEY_STRIDE + np.array(before, dtype=np.int64)
-    weights = np.array([_token_weight(batch, n, size, config) for n in numbers], dtype=np.float32)
-    rollout = np.array([x for s in samples for x in s.sampling_logprobs], dtype=np.float32)
-    keys, token_weights, sampling_logprobs = upload(
+    kept = table.kept.flatten().tolist()
+    factors = np.array(
+        [algorithm.weight(num_tokens(table.trajectories[n]), size) if kept[n] else 0.0 for n in numbers],
+        dtype=np.float32,
+    )
+    own_weights = np.concatenate([np.zeros(0, np.float32), *(e.weights[e.scored] for e in examples)])
+    sampled = [e.sampling_logprobs[e.scored] for e in examples if e.sampling_logprobs is not None]
+    keys, weights, logprobs = upload(
         [
             np.repeat(starts, lengths) + np.concatenate([NO_TOKENS, *map(np.arange, lengths)]),
-            np.repeat(weights, lengths),
-            rollout,
+            np.repeat(factors, lengths) * own_weights,
+            np.concatenate([np.zeros(0, np.float32), *sampled]),
         ],
-        device,
-    )
-    tokens = pack_tokens(
-        [s.prompt_token_ids for s in samples],
-        [s.completion_token_ids for s in samples],
-        [numbers[index] // batch.group_size for index, _ in calls],
-        policy.packing,
-        device,
-        segments=[index for index, _ in calls],
+        policy.device,
     )
     return MicroBatch(
-        trajectories=trajectories,
+        examples=examples,
         numbers=numbers,
-        tokens=tokens,
+        tokens=pack_tokens(examples, policy.packing, policy.device),
         keys=keys,
-        token_weights=token_weights,
-        num_update_tokens=size.num_tokens,
-        sampling_logprobs=sampling_logprobs,
+        token_weights=weights,
+        size=size,
+        sampling_logprobs=logprobs if len(sampled) == len(examples) else None,
     )
 
 
-def _calls_of(trajectory: Trajectory, part: Part) -> Trajectory:
-    """The trajectory with the part's calls only. A cut one needs no rewards: see _joins_tokens."""
-    if part.last - part.first == len(trajectory.calls):
-        return trajectory
-    return replace(trajectory, calls=trajectory.calls[part.first : part.last], turn_rewards=())
+def plan_micro_batches(
+    trajectories: Sequence[Trajectory],
+    budget: int,
+    dp_size: int,
+    packing: Packing,
+    keep_together: KeepTogether,
+) -> list[list[list[TrainingExample]]]:
+    """Micro-batches, the largest first: [dp_size][M], with the same M for every rank.
+
+    A micro-batch computes at most `budget` tokens, padding included; some may be empty. In a tree, only a
+    group over the budget is split, and a trajectory only if nothing keeps its calls together. A unit that is
+    still over the budget gets its own micro-batch. All ranks make the same plan without communication.
+    """
+    if not trajectories:
+        return [[] for _ in range(dp_size)]
+    units = list(_units(trajectories, budget, packing, keep_together))
+    ordered = (_tree_bins if packing == "tree" else _row_bins)(units, budget, dp_size)
+    micro_batches = [list(chain.from_iterable(content)) for content in ordered]
+    return [micro_batches[rank::dp_size] for rank in range(dp_size)]
 
 
-def _token_weight(batch: Batch, number: int, size: BatchSize, config: AlgorithmConfig) -> float:
-    """The factor on the loss of every token of a trajectory."""
-    trajectory = batch.trajectory(number)
-    if not is_counted(batch, number // batch.group_size, trajectory, config):
-        return 0.0
-    return AGGREGATIONS[config.aggregation](trajectory.num_tokens, size)
+def _units(
+    trajectories: Sequence[Trajectory], budget: int, packing: Packing, keep_together: KeepTogether
+) -> Iterator[Unit]:
+    """What must stay together, and fits the budget if it can."""
+    if keep_together == "group":
+        groups = groupby(trajectories, key=lambda calls: calls[0].group)
+        yield from (tuple(chain.from_iterable(group)) for _, group in groups)
+        return
+    for calls in trajectories:
+        yield from _cut(tuple(calls), budget, packing) if keep_together == "token" else [tuple(calls)]
+
+
+def _cut(calls: Unit, budget: int, packing: Packing) -> list[Unit]:
+    """The trajectory in as few parts as fit the budget, or the longest call if that is longer."""
+    limit = max(budget, *(len(e.token_ids) for e in calls))
+    if len(calls) == 1 or _size(calls, packing) <= limit:
+        return [calls]
+    starts = [0]
+    for index in range(1, len(calls)):
+        if _size(calls[starts[-1] : index + 1], packing) > limit:
+            starts.append(index)
+    return [calls[first:last] for first, last in pairwise([*starts, len(calls)])]
+
+
+def _size(calls: Unit, packing: Packing) -> int:
+    """Tokens that the calls of a group compute."""
+    return _load([calls]) if packing == "tree" else len(calls) * max(len(e.token_ids) for e in calls)
+
+
+def _load(units: Sequence[Unit]) -> int:
+    """Unique tokens of the units' calls."""
+    examples = [e for unit in units for e in unit]
+    return tree_size([e.token_ids for e in examples], [e.group for e in examples]) if examples else 0
+
+
+def _tree_bins(units: Sequence[Unit], budget: int, dp_size: int) -> list[list[Unit]]:
+    """Micro-batches of at most `budget` unique tokens, the largest first; a multiple of `dp_size` of them."""
+    sized = sorted(_blocks(units, budget), key=lambda block: -block[0])
+    num_bins = dp_size
+    while True:
+        bins = [(_load([u for block in bin_ for u in block]), bin_) for bin_ in _fill(sized, num_bins)]
+        if all(load <= budget or len(bin_) == 1 for load, bin_ in bins):
+            break
+        num_bins += dp_size
+    return [[u for block in bin_ for u in block] for _, bin_ in sorted(bins, key=lambda b: -b[0])]
+
+
+def _blocks(units: Sequence[Unit], budget: int) -> list[tuple[int, list[Unit]]]:
+    """(unique tokens, units) that share a micro-batch: a group, or a part of a group over the budget.
+
+    The tokens are those that follow the common prefix of all calls.
+    """
+    ids = {id(unit): [e.token_ids.tolist() for e in unit] for unit in units}
+    every = [call for calls in ids.values() for call in calls]
+    prefix = shared_length(*(np.asarray(call, dtype=np.int64) for call in (min(every), max(every))))
+    blocks: list[tuple[int, list[Unit]]] = []
+    ordered = sorted(units, key=lambda u: (u[0].group, ids[id(u)], u[0].trajectory, u[0].turn))
+    for _, members in groupby(ordered, key=lambda u: u[0].group):
+        group = list(members)
+        whole = _load(group)
+        if whole <= budget:
+            blocks.append((whole - prefix, group))
+            continue
+        block: list[Unit] = []
+        for unit in group:
+            if block and _load([*block, unit]) > budget:
+                blocks.append((_load(block) - prefix, block))
+                block = []
+            block = [*block, unit]
+        blocks.append((_load(block) - prefix, block))
+    return blocks
+
+
+def _fill(blocks: list[tuple[int, list[Unit]]], num_bins: int) -> list[list[list[Unit]]]:
+    """Longest-processing-time rule: each block, from large to small, goes to the emptiest bin."""
+    bins: list[tuple[int, list[list[Unit]]]] = [(0, []) for _ in range(num_bins)]
+    for size, block in blocks:
+        index = min(range(num_bins), key=lambda i: bins[i][0])
+        load, content = bins[index]
+        bins[index] = (load + size, [*content, block])
+    return [content for _, content in bins]
+
+
+def _row_bins(units: Sequence[Unit], budget: int, dp_size: int) -> list[list[Unit]]:
+    """The same for padded rows. Neighbours by length share a micro-batch, which pads to its longest row."""
+    ordered = sorted(units, key=lambda u: (-_row_length(u), u[0].group, u[0].trajectory, u[0].turn))
+    num_bins = -(-len(_runs(ordered, budget)) // dp_size) * dp_size
+    limits = range(1, budget)
+    smallest = bisect_left(limits, True, key=lambda limit: len(_runs(ordered, limit)) <= num_bins) + 1
+    bins = sorted(_runs(ordered, smallest), key=lambda b: -_num_rows(b) * _row_length(b[0]))
+    return bins + [[] for _ in range(num_bins - len(bins))]
+
+
+def _runs(ordered: Sequence[Unit], budget: int) -> list[list[Unit]]:
+    """Split units, sorted from long to short, into runs of at most `budget` padded tokens."""
+    bins: list[list[Unit]] = []
+    for unit in ordered:
+        if bins and _num_rows([*bins[-1], unit]) * _row_length(bins[-1][0]) <= budget:
+            bins[-1].append(unit)
+        else:
+            bins.append([unit])
+    return bins
+
+
+def _num_rows(units: Sequence[Unit]) -> int:
+    return sum(len(unit) for unit in units)
+
+
+def _row_length(unit: Unit) -> int:
+    """Tokens that the model reads of the unit's longest call: all but the last."""
+    return max(len(e.token_ids) for e in unit) - 1

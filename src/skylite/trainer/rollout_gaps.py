@@ -16,10 +16,9 @@ from torch import Tensor
 
 from skylite.config.train import TrainConfig
 from skylite.model.process_group import Dist
-from skylite.trainer.micro_batch_plan import Batch
-from skylite.trainer.micro_batches import KEY_STRIDE
+from skylite.trainer.micro_batches import KEY_STRIDE, Table
+from skylite.types import IntArray
 
-Ints = npt.NDArray[np.int64]
 CLIP = 10.0
 """Gaps count as this many times their mean at most: rounding moves single tokens by a nat or more."""
 
@@ -41,7 +40,7 @@ def depth_edges(longest: int) -> list[int]:
 
 
 def rollout_gaps(
-    batch: Batch, scored: Sequence[tuple[Tensor, Tensor]], step: int, config: TrainConfig, dist: Dist
+    table: Table, scored: Sequence[tuple[Tensor, Tensor]], step: int, config: TrainConfig, dist: Dist
 ) -> dict[str, Any]:
     """A row for each depth at which tokens of the version `step` - 1 were sampled. All ranks call it.
 
@@ -57,23 +56,25 @@ def rollout_gaps(
     depths, own = np.empty_like(keys), np.zeros(len(keys), dtype=bool)
     for number in np.unique(numbers):
         of_trajectory = numbers == number
-        depth, version = _of_tokens(batch, int(number))
+        depth, version = _of_tokens(table, int(number))
         depths[of_trajectory] = depth[places[of_trajectory]]
         own[of_trajectory] = version[places[of_trajectory]] == step - 1
     if not own.any():
         return {"not_judged": "an older version than the trainer's sampled this step"}
-    return {"bins": _rows(batch, depths[own], np.abs(gaps[own]), numbers[own])}
+    return {"bins": _rows(table, depths[own], np.abs(gaps[own]), numbers[own])}
 
 
-def _of_tokens(batch: Batch, number: int) -> tuple[Ints, Ints]:
+def _of_tokens(table: Table, number: int) -> tuple[IntArray, IntArray]:
     """Depth in the context, and adapter version, of a trajectory's tokens."""
-    samples = batch.trajectory(number).calls
-    depths = [len(s.prompt_token_ids) + np.arange(len(s.completion_token_ids)) for s in samples]
-    versions = [np.full(len(s.completion_token_ids), s.adapter_version) for s in samples]
+    calls = table.trajectories[number]
+    depths = [e.scored for e in calls]
+    versions = [np.full(len(e.scored), e.version) for e in calls]
     return np.concatenate(depths), np.concatenate(versions)
 
 
-def _rows(batch: Batch, depths: Ints, gaps: npt.NDArray[np.float64], numbers: Ints) -> list[dict[str, Any]]:
+def _rows(
+    table: Table, depths: IntArray, gaps: npt.NDArray[np.float64], numbers: IntArray
+) -> list[dict[str, Any]]:
     clipped = np.minimum(gaps, CLIP * gaps.mean())
     edges = np.array(depth_edges(int(depths.max())))
     places = np.searchsorted(edges, depths, side="right") - 1
@@ -88,7 +89,7 @@ def _rows(batch: Batch, depths: Ints, gaps: npt.NDArray[np.float64], numbers: In
                 "gap_mean": float(clipped[inside].mean()),
                 "gap_max": float(gaps[worst]),
                 "worst_depth": int(depths[worst]),
-                "worst_prompt": batch.groups[int(numbers[worst]) // batch.group_size].prompt.id,
+                "worst_prompt": table.trajectories[int(numbers[worst])][0].prompt_id,
             }
         )
     return rows

@@ -74,7 +74,7 @@ def run_trainer(run: RunDir, resume: bool) -> None:
     run_config = read_run_config(run.config_path)
     from skylite.model.process_group import make_deterministic, process_group, set_threads
     from skylite.trainer.loop import train
-    from skylite.trainer.process_memory import limit_gpu_memory
+    from skylite.trainer.micro_batch_memory import limit_gpu_memory
 
     set_threads(run_config.config.trainer.num_threads)
     if run_config.config.trainer.deterministic:

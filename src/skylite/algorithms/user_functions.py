@@ -18,7 +18,6 @@ from skylite.algorithms.advantages import GROUP_ADVANTAGES
 from skylite.algorithms.losses import POLICY_LOSSES, LossInputs
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.errors import RunFailed
-from skylite.trainer.out_of_memory import is_out_of_memory
 from skylite.user_functions import (
     ADVANTAGE,
     POLICY_LOSS,
@@ -87,10 +86,7 @@ class UserFunction:
             with user_code():
                 return self.function(*arguments)
         except UserCodeFailed as error:
-            cause = error.__cause__ or error
-            if is_out_of_memory(cause):  # it succeeds with smaller micro-batches
-                raise cause from None
-            raise self._error(f"raised {error}", "Fix that file.") from cause
+            raise self._error(f"raised {error}", "Fix that file.") from error.__cause__ or error
 
     def _checked(self, value: Any, shape: torch.Size, inputs: Sequence[Tensor]) -> Tensor:
         """The value, if it is a tensor of that shape.

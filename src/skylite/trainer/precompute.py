@@ -1,0 +1,236 @@
+"""What a step computes before it updates the policy: forward passes, advantages, the choice of tokens.
+
+Old logprobs come from the training pass where they can. Without that a train phase takes 35 % longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from skylite.algorithms.advantages import moments, whiten
+from skylite.algorithms.interface import Algorithm
+from skylite.algorithms.kl import KL_ESTIMATORS
+from skylite.algorithms.losses import LossInputs, is_clipped
+from skylite.algorithms.token_selection import (
+    clip_cov_selection,
+    covariances,
+    entropy_threshold,
+    kl_cov_selection,
+)
+from skylite.config.algorithm import AlgorithmConfig
+from skylite.model.packing import upload
+from skylite.model.policy import Policy, reference_policy, score
+from skylite.model.process_group import Dist
+from skylite.trainer.critic import Critic, predict_values
+from skylite.trainer.micro_batches import MicroBatch, Table
+
+
+@torch.no_grad()
+def precompute(
+    policy: Policy,
+    critic: Critic | None,
+    micro: MicroBatch,
+    algorithm: Algorithm,
+    config: AlgorithmConfig,
+    temperature: float,
+) -> MicroBatch:
+    """The micro-batch with the model's outputs that the step needs before its first update."""
+    old_logprobs = entropies = kl_penalty = None
+    if algorithm.needs_old_logprobs:
+        old_logprobs, entropies = score(policy, micro.tokens, temperature)
+    if config.kl_in_reward:
+        assert old_logprobs is not None
+        estimate = KL_ESTIMATORS[config.kl_estimator]
+        kl_penalty = config.kl_coef * estimate(old_logprobs, ref_logprobs(policy, micro, temperature))
+    values = None if critic is None else predict_values(policy, critic, micro.tokens)
+    return replace(
+        micro, old_logprobs=old_logprobs, entropies=entropies, kl_penalty=kl_penalty, values=values
+    )
+
+
+@torch.no_grad()
+def ref_logprobs(policy: Policy, micro: MicroBatch, temperature: float) -> Tensor:
+    """[C] logprobs of the reference policy."""
+    with reference_policy(policy):
+        return score(policy, micro.tokens, temperature)[0]
+
+
+def credit(
+    table: Table,
+    micro_batches: Sequence[MicroBatch],
+    algorithm: Algorithm,
+    config: AlgorithmConfig,
+    dist: Dist,
+) -> list[MicroBatch]:
+    """The micro-batches with the advantages of their tokens, and the critic's returns. All ranks call it."""
+    if algorithm.credits_tokens:
+        return _credit_tokens(micro_batches, algorithm, dist, has_critic=config.uses_critic)
+    by_group = table.advantages
+    if config.kl_in_reward:
+        rewards = table.rewards - _kl_of_trajectories(table, micro_batches, dist)
+        by_group = algorithm.credit(rewards, table.lengths)
+    if by_group is None:
+        return list(micro_batches)
+    by_number = by_group.float().flatten().numpy()
+    numbers = [np.array(m.numbers, dtype=np.int64) for m in micro_batches]
+    by_token = [np.repeat(by_number[n], m.lengths) for n, m in zip(numbers, micro_batches, strict=True)]
+    advantages = upload(by_token, dist.device)
+    return [replace(m, advantages=x) for m, x in zip(micro_batches, advantages, strict=True)]
+
+
+def _kl_of_trajectories(table: Table, micro_batches: Sequence[MicroBatch], dist: Dist) -> Tensor:
+    """[N, G] KL penalty, summed over the tokens of each trajectory and over ranks."""
+    total = torch.zeros(table.rewards.numel(), device=dist.device)
+    numbers = upload([np.array(m.numbers, dtype=np.int64) for m in micro_batches], dist.device)
+    for micro, own in zip(micro_batches, numbers, strict=True):
+        assert micro.kl_penalty is not None
+        total.index_add_(0, own[micro.tokens.segments], micro.kl_penalty)
+    return dist.all_reduce_sum_(total).cpu().view_as(table.rewards)
+
+
+def _credit_tokens(
+    micro_batches: Sequence[MicroBatch], algorithm: Algorithm, dist: Dist, *, has_critic: bool
+) -> list[MicroBatch]:
+    """For reinforce++ and gae: advantages along each trajectory, whitened over the step, and returns.
+
+    Computed on the CPU for all micro-batches at once. So it waits for the device twice: for the tokens'
+    columns, and for the moments that whiten.
+    """
+    sizes = [len(m.token_weights) for m in micro_batches]
+    nothing = [torch.zeros_like(m.token_weights) for m in micro_batches]
+    kl, values, weights = _on_cpu(
+        [x if m.kl_penalty is None else m.kl_penalty for x, m in zip(nothing, micro_batches, strict=True)],
+        [x if m.values is None else m.values for x, m in zip(nothing, micro_batches, strict=True)],
+        [m.token_weights for m in micro_batches],
+    )
+    advantages = _along_trajectories(micro_batches, -kl, values, algorithm)
+    sums = dist.all_reduce_sum_(moments(advantages[weights > 0]).to(dist.device)).cpu()
+    both = torch.stack([whiten(advantages, sums), advantages + values]).to(dist.device)
+    whitened, returns = (torch.split(x, sizes) for x in both)
+    return [
+        replace(m, advantages=a, returns=r if has_critic else None)
+        for m, a, r in zip(micro_batches, whitened, returns, strict=True)
+    ]
+
+
+def _on_cpu(*columns: Sequence[Tensor]) -> Sequence[Tensor]:
+    """For each column, the values of all micro-batches on the CPU."""
+    rows = [torch.cat(list(parts)) if parts else torch.zeros(0) for parts in columns]
+    return torch.unbind(torch.stack(rows).cpu())
+
+
+def _along_trajectories(
+    micro_batches: Sequence[MicroBatch], token_rewards: Tensor, values: Tensor, algorithm: Algorithm
+) -> Tensor:
+    """[C] advantages before whitening, from [C] KL penalties (negative) and values.
+
+    The last token of a call gets what the call earned, too.
+    """
+    lengths = [length for m in micro_batches for length in m.lengths]
+    if not lengths:
+        return token_rewards
+    examples = [e for m in micro_batches for e in m.examples]
+    ends = np.cumsum([len(e.scored) for e in examples]) - 1
+    earned = torch.tensor([e.reward for e in examples], dtype=token_rewards.dtype)
+    rewards = token_rewards.index_add(0, torch.from_numpy(ends), earned)
+    padded = (pad_sequence(list(torch.split(x, lengths)), batch_first=True) for x in (rewards, values))
+    advantages = algorithm.credit_tokens(*padded)
+    return advantages[torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]]
+
+
+@torch.no_grad()
+def select_tokens(
+    policy: Policy,
+    micro_batches: Sequence[MicroBatch],
+    config: AlgorithmConfig,
+    temperature: float,
+    dist: Dist,
+    seed: Sequence[int],
+) -> list[MicroBatch]:
+    """The micro-batches with the tokens of the next update, chosen by the current policy among all ranks'.
+
+    `seed`: of the run, the step and the update, counted from 0.
+    """
+    chosen = [replace(m, weights=m.token_weights) for m in micro_batches]
+    if not config.selects_tokens:
+        return chosen
+    now = [_current(policy, m, temperature, is_first_update=seed[-1] == 0) for m in chosen]
+    if config.top_entropy_quantile < 1:
+        entropies = _all([e[m.counted] for m, (_, e) in zip(chosen, now, strict=True)], dist)
+        threshold = entropy_threshold(entropies, config.top_entropy_quantile)
+        chosen = [
+            replace(m, weights=m.token_weights * (entropy >= threshold))
+            for m, (_, entropy) in zip(chosen, now, strict=True)
+        ]
+    if config.selects_by_cov:
+        selected = _choose_by_cov(chosen, [p for p, _ in now], config, dist, seed)
+        chosen = [replace(m, selected=x) for m, x in zip(chosen, selected, strict=True)]
+    return chosen
+
+
+def _current(
+    policy: Policy, micro: MicroBatch, temperature: float, *, is_first_update: bool
+) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies of the current policy. Before the first update, the precomputed ones."""
+    if is_first_update and micro.old_logprobs is not None and micro.entropies is not None:
+        return micro.old_logprobs, micro.entropies
+    return score(policy, micro.tokens, temperature)
+
+
+def _choose_by_cov(
+    micro_batches: Sequence[MicroBatch],
+    logprobs: Sequence[Tensor],
+    config: AlgorithmConfig,
+    dist: Dist,
+    seed: Sequence[int],
+) -> list[Tensor]:
+    """Bool [C] for each micro-batch. Every rank sees all tokens in the same order, so all ranks agree."""
+    inputs = [loss_inputs(m, p, m.entropies) for m, p in zip(micro_batches, logprobs, strict=True)]
+    clipped = [is_clipped(x, config) for x in inputs]
+    columns = [[m.keys for m in micro_batches], [x.advantages for x in inputs], logprobs, clipped]
+    counted = [m.counted for m in micro_batches]
+    keys, adv, policy, is_out = (
+        _all([x[c] for x, c in zip(column, counted, strict=True)], dist) for column in columns
+    )
+    order = torch.argsort(keys)
+    keys, cov = keys[order], covariances(adv[order], policy[order])
+    if config.policy_loss == "kl_cov":
+        chosen = kl_cov_selection(cov, config.cov_frac)
+    else:
+        generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+        bounds = config.clip_cov_low, config.clip_cov_high
+        chosen = clip_cov_selection(cov, is_out[order].bool(), config.cov_frac, *bounds, generator)
+    return [torch.isin(m.keys, keys[chosen]) for m in micro_batches]
+
+
+def loss_inputs(
+    micro: MicroBatch, logprobs: Tensor, entropies: Tensor | None, ref: Tensor | None = None
+) -> LossInputs:
+    """What a loss sees of a micro-batch."""
+    return LossInputs(
+        policy_logprobs=logprobs,
+        old_logprobs=logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs,
+        advantages=torch.zeros_like(micro.token_weights) if micro.advantages is None else micro.advantages,
+        segments=micro.tokens.segments,
+        num_segments=micro.tokens.num_segments,
+        selected=micro.selected,
+        sampling_logprobs=micro.sampling_logprobs,
+        ref_logprobs=ref,
+        kl_penalty=micro.kl_penalty,
+        entropies=entropies,
+        token_weights=micro.token_weights,
+        weights=micro.token_weights if micro.weights is None else micro.weights,
+        size=micro.size,
+    )
+
+
+def _all(parts: list[Tensor], dist: Dist) -> Tensor:
+    """The values of all micro-batches of all ranks, float64."""
+    empty = torch.zeros(0, dtype=torch.float64, device=dist.device)
+    return dist.all_gather(torch.cat([p.double() for p in parts]) if parts else empty)
