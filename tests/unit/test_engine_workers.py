@@ -35,6 +35,7 @@ def core(folder):
     from skylite.engine.vllm.plugin import register
     register()
     queue = shared_memory.SharedMemory(create=True, size=1 << 20)
+    lock = multiprocessing.get_context("spawn").Lock()
     for _ in range(2):
         multiprocessing.get_context("fork").Process(target=worker, args=(folder,), daemon=True).start()
     report(folder, "core", queue.name)
@@ -111,6 +112,7 @@ def test_nothing_of_a_killed_engine_stays(
         processes, shared = reports(folder)
         assert all(path.name.startswith(shared_memory_prefix(child.mark)) for path in shared)
         assert all(path.exists() for path in shared)
+        assert [*Path("/dev/shm").glob(f"sem.{shared_memory_prefix(child.mark)}*")]
         if victim == "reaper":
             child.process.kill()
         elif victim == "core":
@@ -121,3 +123,4 @@ def test_nothing_of_a_killed_engine_stays(
     assert poll(child) is not None
     wait_until_dead(processes)
     assert not [path for path in shared if path.exists()]
+    assert not [*Path("/dev/shm").glob(f"sem.{shared_memory_prefix(child.mark)}*")]

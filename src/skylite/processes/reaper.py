@@ -100,16 +100,18 @@ def shared_memory_prefix(mark: str) -> str:
 def remove_leftovers(temporary: str | None, mark: str | None) -> None:
     """Remove the temporary folder of the command, and what dead processes left in shared memory.
 
-    A killed process does not remove its files: the queues of an engine's workers
+    A killed process does not remove its files: the queues and semaphores of an engine's processes
     (engine/vllm/plugin/shared_memory_names.py) and a file of Intel's OpenMP for each process.
     """
     if temporary:
         from skylite.processes.file_tree import remove_tree  # not before the end: a reaper stays small
 
         remove_tree(temporary)
-    for path in glob.glob(f"/dev/shm/{shared_memory_prefix(mark)}*") if mark else []:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+    if mark:
+        own = f"{shared_memory_prefix(mark)}*"
+        for path in (*glob.glob(f"/dev/shm/{own}"), *glob.glob(f"/dev/shm/sem.{own}")):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
     for path in glob.glob(f"/dev/shm/{OPENMP_FILE}*_{os.getuid()}"):
         pid = path.removeprefix(f"/dev/shm/{OPENMP_FILE}").partition("_")[0]
         if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):

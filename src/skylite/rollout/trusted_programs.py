@@ -71,9 +71,10 @@ def require_named(specs: Sequence[str], kind: FunctionKind, where: Path) -> dict
             continue
         sha256 = named.get(resolve_spec(spec))
         if sha256 is None:
-            problem = "that you have not named on this machine yourself"
+            problem, remedy = "that you have not named on this machine yourself", "If you trust it, name it"
         elif is_program(spec) and program_sha256(spec) not in (sha256, None):
             problem = "that has changed since you named it"
+            remedy = "If you trust its new content, name it again"
         else:
             if is_program(spec):
                 logger.info(f"{kind.name}: the program {spec} runs")
@@ -82,7 +83,7 @@ def require_named(specs: Sequence[str], kind: FunctionKind, where: Path) -> dict
         setting = f"{kind.setting}={json.dumps(list(specs)) if kind is REWARD else specs[0]}"
         raise ConfigError(
             f"{where} names the {kind.name} {spec}, {what} {problem}; it was not run.",
-            f"If you trust it as it is now, name it: --set {shlex.quote(setting)}.",
+            f"{remedy}: --set {shlex.quote(setting)}.",
         )
     return programs
 

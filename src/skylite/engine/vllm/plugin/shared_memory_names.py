@@ -6,6 +6,7 @@ files of hundreds of MB with random names. The process that removes them dies wi
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from multiprocessing import shared_memory
 
@@ -22,3 +23,5 @@ def mark_shared_memory() -> None:
         names = {"_SHM_NAME_PREFIX": prefix, "_SHM_SAFE_NAME_LENGTH": len(prefix) + RANDOM_LETTERS}
         for name, value in names.items():
             setattr(shared_memory, name, value)
+        # Its children inherit the prefix of semaphores, which are files there too (sem.PREFIX-...).
+        multiprocessing.current_process()._config["semprefix"] = prefix  # type: ignore[attr-defined]
