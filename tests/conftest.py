@@ -107,6 +107,7 @@ SLOW_UNITS = (
 SLOW_FOLDERS = ("e2e", "integration")
 REAL_RUN = "test_a_run_stopped_by_ctrl_c_and_resumed_equals_one_that_never_stopped"
 """The one test of SLOW_FOLDERS in `make test`: a real run with vLLM and torchrun."""
+REAL_RUN_FILE = "test_finished_run"
 
 
 class FileScheduling(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
@@ -126,13 +127,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduli
     return FileScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+def is_slow(path: Path) -> bool:
+    """Whether the file belongs to `make test-all`."""
+    return path.parent.name in SLOW_FOLDERS or path.stem in (*LONGEST, *SLOW_UNITS)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file of the other tier: importing all takes each process 15 s."""
+    if collection_path.suffix != ".py" or not collection_path.stem.startswith("test_"):
+        return None
+    if config.option.markexpr == "slow":
+        return not is_slow(collection_path) or None
+    if config.option.markexpr == "not slow":
+        return (is_slow(collection_path) and collection_path.stem != REAL_RUN_FILE) or None
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """LONGEST first. Mark slow tests. Refuse a file that would start another server."""
     places = {stem: place for place, stem in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     for item in items:
-        is_slow = item.path.parent.name in SLOW_FOLDERS or item.path.stem in (*LONGEST, *SLOW_UNITS)
-        if is_slow and item.name != REAL_RUN:
+        if is_slow(item.path) and item.name != REAL_RUN:
             item.add_marker("slow")
         if "vllm_server" in getattr(item, "fixturenames", ()) and item.path.stem not in SHARE_VLLM:
             raise pytest.UsageError(f"Add {item.path.stem} to SHARE_VLLM in tests/conftest.py.")

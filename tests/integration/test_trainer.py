@@ -149,22 +149,15 @@ def test_a_stop_request_writes_a_checkpoint_and_ranks_die_with_a_killed_torchrun
     assert not run.trainer_step_path(2).exists()
 
     run.stop_path.unlink()
+    run.trainer_step_path(1).unlink()  # a resumed trainer writes it when it is ready
     with trainer(run, 2, resume=True) as process:
-        wait_for_ranks(process, 2)
+        wait_for(run.trainer_step_path(1), process)
         ranks = psutil.Process(process.pid).children(recursive=True)
+        assert len(ranks) >= 2
         process.kill()
         process.wait()
         _, alive = psutil.wait_procs(ranks, timeout=15)
     assert list(filter(is_alive, alive)) == []
-
-
-def wait_for_ranks(process: subprocess.Popen[str], count: int) -> None:
-    """Until torchrun has started its ranks."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(psutil.Process(process.pid).children(recursive=True)) < count:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 UNEXPECTED = """
