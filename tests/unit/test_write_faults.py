@@ -32,7 +32,6 @@ WRITERS = (
     "lock",
     "metrics",
     "micro-batch",
-    "model in memory",
     "named reward",
     "prepare",
     "publish",
