@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from write_or_check import write_or_check
 
 from skylite.cli.main import app
+from skylite.config.base_section import Flag
 from skylite.config.train import TrainConfig
 from skylite.run.metrics_file import Metric, metric_sections
 
@@ -46,9 +47,9 @@ Ctrl-C or SIGTERM.
 CONFIG_HEAD = """\
 # Settings
 
-A setting comes from the recipe (TOML or YAML), then from a flag, then from `--set section.key=value`; the
-last one wins. `--set` takes TOML values, a bare word is a string, and `none` unsets. Quote lists for the
-shell: `--set 'data.difficulty=[1, 2]'`. An unknown name is an error that suggests the closest one.
+What you type replaces what the recipe (TOML or YAML) says: the flag where a setting has one, else
+`--set section.key=value`. `--set` takes TOML values, a bare word is a string, and `none` unsets. Quote lists
+for the shell: `--set 'data.difficulty=[1, 2]'`. An unknown name is an error that suggests the closest one.
 
 `skylite train --dry-run` prints the resolved settings. A run keeps them in `config.json`.
 
@@ -149,10 +150,16 @@ def about(section: type[BaseModel]) -> list[str]:
 def table(prefix: str, fields: dict[str, FieldInfo]) -> list[str]:
     """Markdown lines of a table with a row for each setting."""
     rows = [
-        f"| `{prefix}{name}` | {type_text(field)} | {default_text(field)} | {cell(field.description or '')} |"
+        f"| {' | '.join([setting_text(prefix + name, field), type_text(field), default_text(field)])} | "
+        f"{cell(field.description or '')} |"
         for name, field in fields.items()
     ]
     return ["| setting | type | default | meaning |", "|---|---|---|---|", *rows]
+
+
+def setting_text(name: str, field: FieldInfo) -> str:
+    """The setting, with its flag of `skylite train` if it has one."""
+    return "".join([f"`{name}`", *(f", `{part.name}`" for part in field.metadata if isinstance(part, Flag))])
 
 
 def type_text(field: FieldInfo) -> str:

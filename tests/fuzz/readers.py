@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from skylite.adapters.import_adapter import read_warm_start
 from skylite.adapters.manifest import read_manifest
-from skylite.config.loading import load_config, read_run_config
+from skylite.config.loading import read_run_config
 from skylite.data.chat_tokenizer import load_tokenizer
 from skylite.data.prompts import FOOTER_KEY, read_prompts
 from skylite.hub.resolve import check_folder, safetensors_header, tensor_shapes
@@ -25,6 +25,7 @@ from tests.fuzz.reader import Damage, Reader, copy, document, lines, prepare_not
 from tests.fuzz.row_readers import ROW_READERS
 from tests.fuzz.run_readers import METRICS, RUN_READERS
 from tests.rows import groups_of, random_samples
+from tests.settings import load_config
 from tests.small_run import settings
 from tests.tiny_models import make_tiny_model
 from tests.unit.run_cases import begin, make_adapter, write_data

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from skylite.config.loading import load_config
 from skylite.config.train import AnomalyConfig, TrainConfig
 from skylite.errors import ConfigError, TrainingDiverged
 from skylite.model.process_group import Dist
@@ -35,6 +34,7 @@ from skylite.trainer.anomaly import (
 from skylite.trainer.optimizer import FlatAdamW
 from tests.cases import optimizer_of, policy_of, train_rows
 from tests.rows import Row, groups_of, random_episodes, random_samples, write_samples
+from tests.settings import load_config
 from tests.small_run import lone_rank, settings
 
 

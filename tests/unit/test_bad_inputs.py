@@ -20,13 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skylite.adapters.manifest import Manifest
-from skylite.config.loading import load_config, read_run_config
+from skylite.config.loading import read_run_config
 from skylite.rollout.resume import plan_resume
 from skylite.run.files import sha256_file
 from skylite.run.own_folders import require_own_folders
 from skylite.run.run_dir import RunDir
 from tests.engines import write_random_adapter
 from tests.rows import random_samples
+from tests.settings import load_config
 from tests.small_run import make_run
 from tests.small_run import settings as run_settings
 from tests.unit.bad_inputs import (

@@ -10,12 +10,13 @@ import pytest
 
 from skylite.cli.prepare import prepare_data as prepare
 from skylite.config.bundled import bundled_folder
-from skylite.config.loading import load_config
+from skylite.config.provenance import Provenance
 from skylite.data.prompts import read_prompts
 from skylite.environments.episode_spec import check_episode
 from skylite.errors import ConfigError
 from skylite.rollout.trusted_programs import allow_episode
 from skylite.types import Prompt, Trajectory
+from tests.settings import load_config
 from tests.unit.environment_cases import (
     Script,
     ScriptedEngine,
@@ -89,9 +90,9 @@ def test_reasoning_gym_needs_the_users_word(tmp_path: Path, monkeypatch: pytest.
     pytest.importorskip("reasoning_gym")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="episode reasoning-gym, which evaluates parts of data"):
-        allow_episode("reasoning-gym", named_by=tmp_path / "recipe.toml")
+        allow_episode("reasoning-gym", Provenance(file=tmp_path / "recipe.toml"))
     allow_episode("reasoning-gym")
-    allow_episode("reasoning-gym", named_by=tmp_path / "recipe.toml")
+    allow_episode("reasoning-gym", Provenance(file=tmp_path / "recipe.toml"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from skylite.cli.eval import EvalFlags, plan_eval
-from skylite.config.loading import load_config
+from skylite.config.provenance import NOTHING_TYPED
 from skylite.config.rollout import RewardParameters
 from skylite.data.prompts import read_prompts
 from skylite.errors import ConfigError, DataError
@@ -23,6 +23,7 @@ from skylite.rewards.call_rewards import score
 from skylite.rollout.plan import RunPlan, plan_run
 from skylite.rollout.sources import reward_pool
 from skylite.run.run_dir import RunDir
+from tests.settings import load_config, typed
 from tests.unit.bad_inputs import Reply, call, printed_json
 from tests.unit.data_cases import prompt
 
@@ -138,7 +139,7 @@ def prepare(*flags: str) -> Reply:
 def plan(model: Path, *settings: str) -> RunPlan:
     overrides = {"model.name": str(model), "data.path": "data"}
     config = load_config(None, overrides, ["rollout.prompts_per_step=2", *settings])
-    return plan_run(config, RunDir(Path("run").resolve()), settings=settings)
+    return plan_run(config, RunDir(Path("run").resolve()), typed({}, settings))
 
 
 def test_settings_of_prepare_reach_the_run_and_eval(here: Path, tiny_llama: Path) -> None:
@@ -158,7 +159,7 @@ def test_settings_of_prepare_reach_the_run_and_eval(here: Path, tiny_llama: Path
     assert replaced.answer_pattern is None, "the settings belong to the data's own reward"
     flags = EvalFlags(target=None, base=True, model=str(tiny_llama), data=(Path("data"),), split="test",
                       limit=None, n=1, step=None, steps=(), all_steps=False, max_loras=1, seed=0,
-                      as_json=False, settings=())  # fmt: skip
+                      as_json=False, provenance=NOTHING_TYPED)  # fmt: skip
     assert plan_eval(flags).data[0].scored.config.reward.answer_pattern == TAGS
 
 
@@ -224,7 +225,7 @@ def test_data_without_reference_answers(here: Path, tiny_llama: Path) -> None:
         plan(tiny_llama, 'reward.functions=["gsm8k"]')
     flags = EvalFlags(target=None, base=True, model=str(tiny_llama), data=(Path("data"),), split="test",
                       limit=None, n=1, step=None, steps=(), all_steps=False, max_loras=1, seed=0,
-                      as_json=False, settings=())  # fmt: skip
+                      as_json=False, provenance=NOTHING_TYPED)  # fmt: skip
     assert plan_eval(flags).data[0].reward == f"{here}/mine.py:judge"
 
 

@@ -9,9 +9,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from skylite.adapters.folder import ServedAdapter
-from skylite.cli.eval import chosen_template, merged
+from skylite.cli.eval import chosen_template
 from skylite.cli.prepare import prepare_data as prepare
-from skylite.config.loading import load_config
+from skylite.config.loading import change_config
+from skylite.config.provenance import NOTHING_TYPED
 from skylite.config.rollout import DataConfig
 from skylite.config.train import Resolved, RunConfig
 from skylite.data.chat_tokenizer import MAX_BYTES, ChatTemplate, load_tokenizer, read_template
@@ -20,6 +21,7 @@ from skylite.engine.vllm.server_command import serve_command
 from skylite.errors import ConfigError, ModelError
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Message
+from tests.settings import load_config, typed
 from tests.unit.bad_inputs import call, printed_json
 from tests.unit.test_engine_server import SPEC
 
@@ -204,10 +206,10 @@ def test_an_evaluation_uses_the_template_of_the_run(tmp_path: Path) -> None:
         run=None,
         run_config=run,
     )
-    assert chosen_template(adapter, recorded, ()) == ChatTemplate(text=THINKING, args={"a": 1})
+    assert chosen_template(adapter, recorded, NOTHING_TYPED) == ChatTemplate(text=THINKING, args={"a": 1})
     own = tmp_path / "own.jinja"
     own.write_text("{{ messages }}")
-    settings = (f"data.chat_template={own}", "data.template_args.a=2")
-    changed = merged(recorded, settings)
-    assert chosen_template(adapter, changed, settings) == ChatTemplate(text="{{ messages }}", args={"a": 2})
-    assert chosen_template(None, load_config(None, {}), ()) == ChatTemplate()
+    provenance = typed({}, [f"data.chat_template={own}", "data.template_args.a=2"])
+    changed = change_config(recorded, provenance)
+    assert chosen_template(adapter, changed, provenance) == ChatTemplate(text="{{ messages }}", args={"a": 2})
+    assert chosen_template(None, load_config(None, {}), NOTHING_TYPED) == ChatTemplate()

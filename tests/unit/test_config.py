@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from skylite.config.loading import load_config, parse_value, read_run_config
+from skylite.config.loading import read_run_config
 from skylite.config.lora import VLLM_LORA_RANKS
+from skylite.config.provenance import parse_value
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
+from tests.settings import load_config
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 
@@ -24,10 +26,10 @@ def test_the_repository_has_recipes() -> None:
 
 def test_every_problem_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(None, {"lora.rank": 0}, ["lora.rnk=3", "foo", "rollout.group_size=abc", "nosuch.x=1"])
+        load_config(None, {"lora.rank": 0}, ["lora.rnk=3", "rollout.group_size=abc", "nosuch.x=1"])
     text = str(caught.value)
     assert "4 problem" in text or "5 problem" in text
-    for part in ("lora.rank=0", "did you mean rank?", "--set foo", "rollout.group_size='abc'", "nosuch"):
+    for part in ("lora.rank=0", "did you mean rank?", "rollout.group_size='abc'", "nosuch"):
         assert part in text
 
 
@@ -130,11 +132,18 @@ def test_none_is_refused_where_no_choice_has_that_name(tmp_path: Path, key: str)
     assert load_config(None, {}, ["importance.reject_kl=none"]).importance.reject_kl is None
 
 
-def test_flags_override_the_recipe_and_set_overrides_flags(tmp_path: Path) -> None:
+def test_a_set_without_a_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--set foo sets nothing"):
+        load_config(None, {}, ["seed=1", "foo"])
+
+
+def test_what_is_typed_replaces_the_recipe_and_is_typed_once(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text("num_steps = 7\n[lora]\nrank = 4\nalpha = 8\n")
-    config = load_config(recipe, {"lora.rank": 16}, ["lora.rank=64"])
-    assert (config.num_steps, config.lora.rank, config.lora.alpha) == (7, 64, 8)
+    config = load_config(recipe, {"lora.rank": 16}, ["num_steps=9"])
+    assert (config.num_steps, config.lora.rank, config.lora.alpha) == (9, 16, 8)
+    with pytest.raises(ConfigError, match=r"--rank and --set lora\.rank both choose lora\.rank"):
+        load_config(recipe, {"lora.rank": 16}, ["lora.rank=64"], {"lora.rank": "--rank"})
 
 
 @pytest.mark.parametrize("text", ["num_steps = ", "[lora\nrank=3", "\x00"])

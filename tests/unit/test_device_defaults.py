@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from skylite.config.loading import load_config, read_run_config
+from skylite.config.loading import read_run_config
 from skylite.config.train import TrainConfig
 from skylite.processes import hardware
 from skylite.rollout.automatic_settings import device_defaults
 from skylite.run.run_dir import RunDir
+from tests.settings import load_config
 from tests.unit.bad_inputs import call
 from tests.unit.run_cases import begin, make_model, write_data
 

@@ -16,6 +16,7 @@ from skylite.cli import env as env_check
 from skylite.cli.env import CheckFlags
 from skylite.cli.main import app
 from skylite.engine.vllm.server_command import ENGINE_COMMAND
+from tests.settings import typed
 from tests.torture.ground import FAKE_ENGINE_COMMAND, ROOT
 from tests.unit.work_cases import parts, recorded_work
 
@@ -70,6 +71,7 @@ async def episode(task, chat):
 """
 WITH_SANDBOX = """
 from skylite.environments.python_tool import python_tool
+from tests.settings import typed
 
 async def episode(task, chat):
     await chat(task.messages)
@@ -179,11 +181,11 @@ def test_the_episodes_are_counted_while_they_run(data: Path, tiny_llama: Path, t
     program = tmp_path / "program.py"
     program.write_text("async def episode(task, chat):\n    await chat(task.messages)\n    return 1.0\n")
     flags = CheckFlags(
-        episode=f"{program}:episode", data=data, model=None, episodes=3, replies=("ok",), as_json=True,
-        settings=(f'model.name="{tiny_llama}"',),
+        episode=f"{program}:episode", data=data, episodes=3, replies=("ok",), as_json=True,
+        provenance=typed({}, [f'model.name="{tiny_llama}"']),
     )  # fmt: skip
     with recorded_work() as found:
-        env_check.check(flags)
+        env_check.run_check(flags)
     assert parts(found) == [("playing every episode twice", 6, 6)]
 
 

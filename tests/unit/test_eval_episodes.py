@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skylite.config.loading import load_config
 from skylite.config.rollout import RewardParameters
 from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
@@ -18,6 +18,7 @@ from skylite.evaluation.versions import ProblemSet, Subject, evaluate_subjects
 from skylite.report.completions import read_held_out
 from skylite.rollout.eval_data import DataChoice, read_data
 from skylite.run.run_dir import AdapterVersion
+from tests.settings import load_config, typed
 from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt
 from tests.unit.export_cases import write_problems
 
@@ -125,9 +126,10 @@ def test_a_failed_episode_is_left_out_counted_and_not_compared(tmp_path: Path) -
 
 def data_of(tmp_path: Path, spec: str, *settings: str, run: Path | None = None) -> Any:
     write_problems(tmp_path / "data", "test")
-    config = load_config(None, {"env.episode": spec}, settings)
+    config = load_config(None, {} if settings else {"env.episode": spec}, settings)
+    provenance = replace(typed({}, settings), file=run)
     choice = DataChoice(
-        paths=(tmp_path / "data",), split="test", limit=None, settings=settings, named_by=run, is_own=False
+        paths=(tmp_path / "data",), split="test", limit=None, provenance=provenance, is_own=False
     )
     (data,) = read_data(choice, config)
     return data

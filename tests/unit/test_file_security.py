@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from skylite.adapters.retention import clean_up
-from skylite.config.loading import load_config
 from skylite.errors import ConfigError
 from skylite.rollout.plan import plan_run, write_run
 from skylite.rollout.trusted_programs import remember, require_named
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.user_functions import REWARD
 from tests.engines import write_random_adapter
+from tests.settings import load_config
 from tests.small_run import settings
 from tests.unit.bad_inputs import call
 

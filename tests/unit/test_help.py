@@ -81,7 +81,10 @@ def test_the_defaults_in_words_are_those_of_the_settings() -> None:
         "seed": str(config.seed),
         "max-restarts": str(config.trainer.max_restarts),
     }
-    in_words = {"reward": "the data's", "env": "one turn", "from-adapter": "a new adapter"}
+    in_words = {
+        "reward": "the data's", "env": "one turn", "from-adapter": "a new adapter",
+        "epochs": "--steps counts", "chat-template": "the model's", "log": "no loggers",
+    }  # fmt: skip
     assert found == expected | in_words
 
 
@@ -121,7 +124,7 @@ def test_flags_and_commands_are_in_sections() -> None:
     headings = re.findall(r"^(\S.*):$", help_text("serve"), re.M)
     assert headings == ["Arguments", "Which adapter", "Server", "More settings", "Options"]
     headings = re.findall(r"^(\S.*):$", help_text("env", "check"), re.M)
-    assert headings == ["Arguments", "Episodes and model", "More settings", "Options"]
+    assert headings[1:] == ["Episodes and model", "Model, data and reward", "More settings", "Options"]
     headings = re.findall(r"^(\S.*):$", help_text(), re.M)
     assert headings[:4] == ["Options", "Train", "Look at runs", "Use an adapter"]
 

@@ -14,7 +14,8 @@ import pytest
 
 from skylite.adapters.import_adapter import read_warm_start
 from skylite.adapters.manifest import read_manifest
-from skylite.config.loading import load_config, parse_value, read_recipe, read_run_config
+from skylite.config.loading import read_recipe, read_run_config
+from skylite.config.provenance import parse_value
 from skylite.data.prompts import FOOTER_KEY, PromptFileInfo, read_prompts, write_rows
 from skylite.data.raw_rows import read_table
 from skylite.errors import SkyliteError
@@ -26,6 +27,7 @@ from skylite.run.rollout_file import read_rollouts, write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.run.status import read_status
 from tests.rows import groups_of, random_samples
+from tests.settings import load_config
 from tests.unit.data_cases import prompt
 from tests.unit.run_cases import make_model
 

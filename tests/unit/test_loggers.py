@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import pytest
 
 from skylite.cli.log import logger_names
-from skylite.config.loading import load_config
 from skylite.errors import ConfigError, DataError, WriteFailed
 from skylite.loggers import follow, writers
 from skylite.loggers.follow import open_journal
 from skylite.loggers.writers import LoggerRun, NewFolder
+from tests.settings import load_config
 from tests.unit.logger_cases import MemoryWriter, follower, log_once, logged_run, set_accuracy, set_metrics
 
 

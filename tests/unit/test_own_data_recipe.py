@@ -13,10 +13,10 @@ import pytest
 from skylite.cli.own_data_sizes import size_by_data
 from skylite.cli.prepare import prepare_data as prepare
 from skylite.cli.train_defaults import default_recipe, find_recipe
-from skylite.config.loading import load_config
 from skylite.config.rollout import RolloutConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import DataError
+from tests.settings import load_config
 from tests.unit.bad_inputs import call
 
 
@@ -92,7 +92,7 @@ def test_the_recipe_depends_on_the_data() -> None:
 def test_the_run_has_the_name_of_the_data(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
-    def plan_run(config: TrainConfig, run: Any, **more: Any) -> None:
+    def plan_run(config: TrainConfig, run: Any, provenance: Any, **more: Any) -> None:
         seen.update(more, run=run.root)
         raise DataError("stop here")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from skylite.algorithms import user_functions
-from skylite.config.loading import load_config, read_run_config
+from skylite.config.loading import read_run_config
 from skylite.errors import ConfigError
 from skylite.processes.private_folders import state_folder
 from skylite.rollout.plan import plan_run, write_run
@@ -20,6 +20,7 @@ from skylite.rollout.sources import reward_pool
 from skylite.rollout.trusted_programs import remember, require_named
 from skylite.run.run_dir import RunDir
 from skylite.user_functions import EPISODE, REWARD, FunctionKind, load_function
+from tests.settings import load_config, typed
 from tests.unit.bad_inputs import Reply, call
 from tests.unit.data_cases import prompt
 
@@ -104,7 +105,7 @@ def test_the_trainer_runs_the_content_that_was_checked(here: Path, tiny_llama: P
         user_functions.load_functions(config.algorithm, recorded.resolved.programs)
     with pytest.raises(ConfigError, match=r"names the advantage \S+mine.py:f, .* has changed"):
         plan_resume(RunDir(here / "run"))
-    named = plan_resume(RunDir(here / "run"), settings=["algorithm.advantage=mine.py:f"])
+    named = plan_resume(RunDir(here / "run"), typed({}, ["algorithm.advantage=mine.py:f"]))
     assert named.resolved.programs != recorded.resolved.programs
     assert not (here / "ran").exists()
 

@@ -17,6 +17,7 @@ from skylite.run.checkpoint_folder import write_checkpoint_manifest
 from skylite.run.run_dir import RunDir
 from skylite.run.status import Status, write_status
 from tests.logs import logged_messages
+from tests.settings import typed
 from tests.small_run import settings
 from tests.unit.run_cases import make_model, write_data
 
@@ -45,7 +46,7 @@ def run(tmp_path: Path) -> RunDir:
 
 def plan(run: RunDir, *settings: str, at: int | None = None) -> tuple[Any, list[str]]:
     with logged_messages() as logged:
-        return plan_resume(run, settings=settings, at=at), logged
+        return plan_resume(run, typed({}, settings), at=at), logged
 
 
 def test_a_run_resumes_from_its_newest_or_the_requested_checkpoint(run: RunDir) -> None:
@@ -165,7 +166,7 @@ def test_more_steps_are_refused_if_the_learning_rate_ends_with_them() -> None:
     with pytest.raises(
         ConfigError, match=r"num_steps is 3 and was given as 6 \(optim.schedule=cosine ends at num_steps\)"
     ):
-        check_changes(old, change_config(old, {"num_steps": 6}, ()))
+        check_changes(old, change_config(old, typed({"num_steps": 6})))
 
 
 def test_a_hub_model_that_left_the_cache_is_loaded_again_at_its_revision(

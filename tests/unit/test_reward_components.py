@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from skylite.config.loading import load_config
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, RunFailed
 from skylite.rewards import OTHER_METRICS, component_names, load_components, score_components
@@ -22,6 +21,7 @@ from skylite.run.rollout_file import examples_of, read_rollouts, write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import rollout_anomaly
 from skylite.types import Call, Group, Score, Trajectory
+from tests.settings import load_config
 from tests.unit.data_cases import prompt
 from tests.unit.run_cases import make_model, write_data
 from tests.unit.test_sampling import metrics_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skylite.config.loading import change_config, load_config, read_run_config
+from skylite.config.loading import change_config, read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompt_order import prompts_for_step
 from skylite.errors import ConfigError, DataError
@@ -17,6 +17,7 @@ from skylite.rollout.automatic_settings import epochs_to_steps
 from skylite.rollout.plan import plan_run, write_run
 from skylite.rollout.resume import plan_resume
 from skylite.run.run_dir import RunDir
+from tests.settings import load_config, typed
 from tests.unit.bad_inputs import Reply, call, printed_json
 from tests.unit.run_cases import make_model, publish_adapter_0, write_data
 
@@ -108,7 +109,7 @@ def test_the_run_records_epochs_steps_and_why(run: RunDir) -> None:
 
 def test_a_resume_keeps_the_length_or_takes_a_new_total(run: RunDir) -> None:
     def length(**flags: Any) -> tuple[int, float | None]:
-        config = plan_resume(run, overrides=flags).config
+        config = plan_resume(run, typed(flags)).config
         return config.num_steps, config.num_epochs
 
     assert length() == (2, 0.5)
@@ -118,7 +119,7 @@ def test_a_resume_keeps_the_length_or_takes_a_new_total(run: RunDir) -> None:
 
 def test_a_resume_with_both_is_refused(run: RunDir) -> None:
     with pytest.raises(ConfigError, match="both set the length"):
-        change_config(read_run_config(run.config_path).config, {"num_steps": 3, "num_epochs": 2.0}, [])
+        change_config(read_run_config(run.config_path).config, typed({"num_steps": 3, "num_epochs": 2.0}))
 
 
 def test_more_epochs_are_refused_where_the_schedule_ends_at_the_last_step(
@@ -130,7 +131,7 @@ def test_more_epochs_are_refused_where_the_schedule_ends_at_the_last_step(
     write_run(plan_run(TrainConfig.model_validate(tree), other))
     shutil.copytree(run.default_adapters, other.default_adapters, dirs_exist_ok=True)
     with pytest.raises(ConfigError, match=r"optim\.schedule=linear ends at num_steps"):
-        plan_resume(other, overrides={"num_epochs": 3.0})
+        plan_resume(other, typed({"num_epochs": 3.0}))
     assert plan_resume(other).config.num_steps == 2
 
 

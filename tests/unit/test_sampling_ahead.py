@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from skylite.config.loading import load_config
 from skylite.errors import ConfigError, SyncFailed
 from skylite.rollout.resume import remove_after
 from skylite.run.events import read_events
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir, published_versions
+from tests.settings import load_config
 from tests.unit.simulated_run import (
     run_of,
     sampled_from,

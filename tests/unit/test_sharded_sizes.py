@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from skylite.config.loading import load_config
 from skylite.processes.gpus import Gpu
 from skylite.resources.gpu_memory_plan import (
     ENGINE_PROCESS,
@@ -20,6 +19,7 @@ from skylite.resources.gpu_memory_plan import (
 )
 from skylite.resources.gpu_placement import Placement
 from skylite.resources.model_sizes import model_sizes, sizes_of
+from tests.settings import load_config
 from tests.unit.doc_scripts import script
 from tests.unit.test_gpu_memory_plan import HIDDEN, INNER, KEYS, LAYERS, RANK, VOCAB, config, model
 

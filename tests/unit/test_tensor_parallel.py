@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from skylite.adapters.folder import ServedAdapter
+from skylite.config.provenance import NOTHING_TYPED
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine import tensor_parallel
 from skylite.engine.tensor_parallel import check_divisible
@@ -23,6 +24,7 @@ from skylite.resources.gpu_memory_plan import engine_memory, plan_memory
 from skylite.resources.gpu_placement import place
 from skylite.resources.model_sizes import model_sizes
 from skylite.run.run_dir import AdapterVersion
+from tests.settings import typed
 from tests.unit.gpu_cases import H200, RESOLVED, Machine
 from tests.unit.test_gpu_memory_plan import FREE, RANK, config
 from tests.unit.test_sharded_sizes import headed
@@ -226,5 +228,5 @@ def test_set_changes_the_gpus_of_a_served_run() -> None:
         run=None,
         run_config=recorded,
     )
-    assert engine_config(served, []) is recorded.config
-    assert engine_config(served, ["engine.tensor_parallel=2"]).engine.tensor_parallel == 2
+    assert engine_config(served, NOTHING_TYPED) is recorded.config
+    assert engine_config(served, typed({"engine.tensor_parallel": 2})).engine.tensor_parallel == 2

@@ -12,12 +12,12 @@ import torch
 from skylite.algorithms.losses import LossInputs
 from skylite.algorithms.user_functions import group_advantage, policy_loss
 from skylite.config.algorithm import AlgorithmConfig
-from skylite.config.loading import load_config
 from skylite.errors import ConfigError, RunFailed
 from skylite.model.process_group import Dist
 from skylite.user_functions import ADVANTAGE, POLICY_LOSS, check_function
 from tests.cases import gradients_after_step, policy_of, table_of
 from tests.rows import random_samples
+from tests.settings import load_config
 from tests.small_run import lone_rank, settings
 
 OWN = """

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from skylite.config.bundled import bundled_folder
-from skylite.config.loading import load_config
 from skylite.data.prompts import read_prompts
 from skylite.environments.episode_spec import check_episode
 from skylite.errors import ConfigError, RunFailed
 from skylite.types import Prompt, Trajectory
+from tests.settings import load_config
 from tests.unit.environment_cases import (
     Script,
     ScriptedEngine,

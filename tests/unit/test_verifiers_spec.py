@@ -11,6 +11,7 @@ import pytest
 
 from skylite.cli.prepare import prepare_data as prepare
 from skylite.config.environment import EnvConfig
+from skylite.config.provenance import Provenance
 from skylite.data.prompts import PromptFileInfo
 from skylite.data.verifiers_spec import check_verifiers, parse_verifiers
 from skylite.environments.episode_spec import check_episode_data
@@ -74,11 +75,11 @@ def test_only_the_user_names_an_environment(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(metadata, "version", lambda name: "0.4.0")
     recipe = tmp_path / "recipe.toml"
     with pytest.raises(ConfigError, match="names the episode verifiers:a, installed code that you have not"):
-        allow_episode("verifiers:a", named_by=recipe)
+        allow_episode("verifiers:a", Provenance(file=recipe))
     allow_episode("verifiers:a")
-    allow_episode("verifiers:a", named_by=recipe)
+    allow_episode("verifiers:a", Provenance(file=recipe))
     with pytest.raises(ConfigError, match="you have not named"):
-        allow_episode("verifiers:a taskset.task.rewards.x.fn=os:system", named_by=recipe)
+        allow_episode("verifiers:a taskset.task.rewards.x.fn=os:system", Provenance(file=recipe))
 
 
 def test_a_files_function_behind_the_prefix_is_no_program() -> None:

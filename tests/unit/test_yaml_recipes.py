@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from skylite.config.loading import load_config
 from skylite.config.yaml_recipe import MAX_CHARACTERS, parse_yaml
 from skylite.errors import ConfigError
+from tests.settings import load_config
 from tests.unit.bad_inputs import call
 
 TOML = """

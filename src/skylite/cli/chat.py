@@ -19,7 +19,9 @@ import httpx
 import typer
 
 from skylite.adapters.folder import ServedAdapter, find_adapter
-from skylite.cli.options import WHICH, Model, Settings, Step, Verbose
+from skylite.cli.options import WHICH, Model, Step, Verbose
+from skylite.cli.setting_flags import takes_settings
+from skylite.config.provenance import Provenance
 from skylite.data.chat_tokenizer import run_template
 from skylite.data.prompts import first_messages, read_prompts
 from skylite.engine.vllm.chat_client import Chat, load_adapter, served_models
@@ -46,7 +48,9 @@ QUIT, RESET = "/quit", "/reset"
 SAMPLING = "Sampling"
 
 
+@takes_settings((), of="run")
 def chat(
+    provenance: Provenance,
     target: Annotated[
         Path | None, typer.Argument(help="A run or an adapter folder. Not needed with --url.")
     ] = None,
@@ -72,14 +76,13 @@ def chat(
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.", rich_help_panel=SAMPLING)] = 512,
-    settings: Settings = None,
     verbose: Verbose = None,
 ) -> None:
     """The flags of `skylite chat`."""
     run_chat(
         ChatFlags(
             target=target, model=model, step=step, base=base, url=url, system=system,
-            temperature=temperature, max_tokens=max_tokens, settings=tuple(settings or ()),
+            temperature=temperature, max_tokens=max_tokens, provenance=provenance,
         )
     )  # fmt: skip
 
@@ -96,7 +99,7 @@ class ChatFlags:
     system: str | None
     temperature: float
     max_tokens: int
-    settings: tuple[str, ...]
+    provenance: Provenance
 
 
 def run_chat(flags: ChatFlags) -> None:
@@ -212,7 +215,7 @@ def require_model(http: httpx.Client, name: str, url: str) -> None:
 @contextmanager
 def started(flags: ChatFlags, served: ServedAdapter) -> Iterator[httpx.Client]:
     """A vLLM server with the adapter, on a Unix socket; it ends with the block."""
-    config = engine_config(served, flags.settings)
+    config = engine_config(served, flags.provenance)
     model = resolve_model(flags.model or served.base_model).path
     with temporary_folder() as folder:
         spec = single_engine_spec(config, served, model, folder / "vllm.sock")

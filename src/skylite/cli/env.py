@@ -14,8 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from skylite.cli.help import Commands
-from skylite.cli.options import SETTINGS, AsJson, Verbose
+from skylite.cli.options import AsJson, Verbose
+from skylite.cli.setting_flags import takes_settings
 from skylite.config.loading import load_config
+from skylite.config.provenance import Provenance, Typed
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import load_tokenizer, read_template
 from skylite.data.prompts import read_prompts
@@ -51,32 +53,16 @@ Episode = Annotated[
     ),
 ]
 Data = Annotated[Path, typer.Option(help="Folder written by `skylite prepare`.", rich_help_panel=EPISODES)]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        help="Hub id, local folder, or smollm2-135m. With --reply: play with this one too, afterwards. "
-        "Default: smollm2-135m; with --reply only the scripted model.",
-        rich_help_panel=EPISODES,
-    ),
-]
 NumEpisodes = Annotated[
     int, typer.Option(min=1, help="Episodes to run, each twice.", rich_help_panel=EPISODES)
 ]
 Replies = Annotated[
     list[str] | None,
     typer.Option(
-        help="A reply of a scripted model, which needs no vLLM. Repeatable: the seed chooses one. "
+        help="A reply of a scripted model, which needs no vLLM. Repeatable: the seed chooses one. With "
+        "--model that model plays too, afterwards. "
         "Default: no scripted model.",
         rich_help_panel=EPISODES,
-    ),
-]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="A.B=VALUE",
-        help="Any other setting, in TOML syntax. Repeatable. Default: each setting's own.",
-        rich_help_panel=SETTINGS,
     ),
 ]
 
@@ -87,14 +73,14 @@ def group() -> None:
 
 
 @env.command()
+@takes_settings(["model.name"])
 def check(
+    provenance: Provenance,
     episode: Episode,
     data: Data,
-    model: Model = None,
     episodes: NumEpisodes = 4,
     reply: Replies = None,
     as_json: AsJson = False,
-    settings: Settings = None,
     verbose: Verbose = None,
 ) -> None:
     """Run a few episodes and print their conversations and rewards.
@@ -104,8 +90,8 @@ def check(
     """
     run_check(
         CheckFlags(
-            episode=episode, data=data, model=model, episodes=episodes, replies=tuple(reply or ()),
-            as_json=as_json, settings=tuple(settings or ()),
+            episode=episode, data=data, episodes=episodes, replies=tuple(reply or ()),
+            as_json=as_json, provenance=provenance,
         )
     )  # fmt: skip
 
@@ -116,12 +102,11 @@ class CheckFlags:
 
     episode: str
     data: Path
-    model: str | None
     episodes: int
     replies: tuple[str, ...]
     """Replies of the scripted model."""
     as_json: bool
-    settings: tuple[str, ...]
+    provenance: Provenance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,16 +136,19 @@ def run_check(flags: CheckFlags) -> None:
 
     Raises SkyliteError subclasses.
     """
-    overrides: dict[str, Any] = {"env.episode": flags.episode, "data.path": str(flags.data)}
-    if flags.model is not None:
-        overrides["model.name"] = flags.model
-    config = load_config(None, overrides, flags.settings)
+    typed = {
+        **flags.provenance.typed,
+        "env.episode": Typed(flags.episode, "the argument"),
+        "data.path": Typed(str(flags.data), "--data"),
+    }
+    config = load_config(None, Provenance(typed=typed))
     programs = allow_episode(config.env.episode)
     train, info = read_prompts(flags.data / "train.parquet")
     check_episode_data(config.env.episode, info.reward, str(flags.data))
     prompts = train[: flags.episodes]
     models = [SCRIPTED] if flags.replies else []
-    if flags.model is not None or not flags.replies:
+    named = flags.provenance.typed.get("model.name")
+    if not flags.replies or (named is not None and named.flag == "--model"):  # --set only chooses a tokenizer
         models.append(config.model.name)
     facts = []
     for model in models:

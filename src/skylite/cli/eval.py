@@ -11,7 +11,7 @@ import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,17 +19,15 @@ from skylite.adapters.folder import ServedAdapter, available_steps, find_adapter
 from skylite.cli.options import (
     WHICH,
     AsJson,
-    ChatTemplateFile,
     Model,
-    Settings,
     Step,
-    TemplateArgs,
     Verbose,
     newest_run,
     numbers,
-    template_settings,
 )
-from skylite.config.loading import is_set, load_config
+from skylite.cli.setting_flags import takes_settings
+from skylite.config.loading import change_config, load_config
+from skylite.config.provenance import Provenance
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate, read_template, run_template
 from skylite.engine.retrying_client import Engine
@@ -65,14 +63,6 @@ Data = Annotated[
     list[Path] | None,
     typer.Option(
         help="Folder written by `skylite prepare`. Repeatable. Default: that of the run.",
-        rich_help_panel=PROBLEMS,
-    ),
-]
-Episode = Annotated[
-    str | None,
-    typer.Option(
-        "--env",
-        help="Episodes of several turns, as of `skylite train --env`. Default: those of the run.",
         rich_help_panel=PROBLEMS,
     ),
 ]
@@ -113,12 +103,13 @@ Seed = Annotated[
 ]
 
 
+@takes_settings(["env.episode", "data.chat_template", "data.template_args"], of="run")
 def eval(
+    provenance: Provenance,
     target: Target = None,
     base: Base = False,
     model: Model = None,
     data: Data = None,
-    env: Episode = None,
     split: Split = "test",
     limit: Limit = None,
     n: N = 1,
@@ -128,9 +119,6 @@ def eval(
     max_loras: MaxLoras = 4,
     seed: Seed = 0,
     as_json: AsJson = False,
-    chat_template: ChatTemplateFile = None,
-    template_arg: TemplateArgs = None,
-    settings: Settings = None,
     verbose: Verbose = None,
 ) -> None:
     """The flags of `skylite eval`.
@@ -144,11 +132,7 @@ def eval(
             data=tuple(data or ()), split=split, limit=limit, n=n,
             step=step, steps=numbers(steps), all_steps=all_steps, max_loras=max_loras, seed=seed,
             as_json=as_json,
-            settings=(
-                *template_settings(chat_template, template_arg),
-                *([] if env is None else [f"env.episode={json.dumps(env)}"]),
-                *(settings or ()),
-            ),
+            provenance=provenance,
         )
     )  # fmt: skip
 
@@ -170,7 +154,7 @@ class EvalFlags:
     max_loras: int
     seed: int
     as_json: bool
-    settings: tuple[str, ...]
+    provenance: Provenance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +207,9 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
     newest = adapters[-1] if adapters else None
     out = results_folder(newest)
     recorded = newest.run_config.config if newest is not None and newest.run_config is not None else None
-    config = load_config(None, {}, flags.settings) if recorded is None else merged(recorded, flags.settings)
+    config = (
+        load_config(None, flags.provenance) if recorded is None else change_config(recorded, flags.provenance)
+    )
     subjects = [Subject(found.adapter) for found in adapters]
     if flags.base:
         subjects.insert(0, Subject(None))
@@ -236,8 +222,7 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
         paths=flags.data or (Path(config.data.path),),
         split=flags.split,
         limit=flags.limit,
-        settings=flags.settings,
-        named_by=flags.target,
+        provenance=replace(flags.provenance, file=flags.target),
         is_own=recorded is not None and not flags.data,
     )
     return EvalPlan(
@@ -245,7 +230,7 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
         subjects=subjects,
         model_name=flags.model or (newest.base_model if newest is not None else config.model.name),
         config=config,
-        template=chosen_template(newest, config, flags.settings),
+        template=chosen_template(newest, config, flags.provenance),
         data=read_data(choice, config),
         out=out,
     )
@@ -281,22 +266,12 @@ def find_adapters(flags: EvalFlags) -> list[ServedAdapter]:
     return [find_adapter(flags.target, flags.step)]
 
 
-def merged(recorded: TrainConfig, settings: tuple[str, ...]) -> TrainConfig:
-    """The recorded settings of a run, overridden by --set."""
-    flat: dict[str, Any] = {}
-    for section, value in recorded.model_dump(mode="json").items():
-        flat |= (
-            {f"{section}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {section: value}
-        )
-    return load_config(None, flat, settings)
-
-
 def chosen_template(
-    adapter: ServedAdapter | None, config: TrainConfig, settings: tuple[str, ...]
+    adapter: ServedAdapter | None, config: TrainConfig, provenance: Provenance
 ) -> ChatTemplate:
-    """The template of the run, unless --set names another file."""
+    """The template of the run, unless the user names another file."""
     recorded = adapter.run_config if adapter is not None else None
-    if recorded is None or is_set(settings, "data.chat_template"):
+    if recorded is None or provenance.is_typed("data.chat_template"):
         return read_template(config.data)
     return replace(run_template(recorded), args=config.data.template_args)
 

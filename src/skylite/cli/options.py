@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Annotated
@@ -31,9 +30,6 @@ def silence_for_json(as_json: bool) -> bool:
     return as_json
 
 
-SETTINGS = "More settings"
-"""The heading of these flags in --help."""
-
 Verbose = Annotated[
     bool | None,
     typer.Option("--verbose/--quiet", "-v/-q", callback=set_level,
@@ -54,50 +50,11 @@ RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 RunOrNewest = Annotated[
     Path | None, typer.Argument(metavar="RUN", help="A run folder. Default: the newest in ./runs.")
 ]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="A.B=VALUE",
-        help="Any other setting, in TOML syntax. Repeatable. Default: the values of the recipe or run.",
-        rich_help_panel=SETTINGS,
-    ),
-]
-Loggers = Annotated[
-    str | None,
-    typer.Option(
-        help="Loggers, e.g. tensorboard,wandb (also trackio, mlflow, swanlab). Default: those of the recipe.",
-        rich_help_panel=SETTINGS,
-    ),
-]
 AsJson = Annotated[
     bool,
     typer.Option("--json", callback=silence_for_json, help="Print JSON instead, for programs."),
 ]
 """Commands get the value; the callback silences progress."""
-
-TemplateArgs = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=VALUE",
-        help="Argument of the chat template, e.g. enable_thinking=false for Qwen3. Repeatable. "
-        "Default: those of the recipe or run.",
-        rich_help_panel=SETTINGS,
-    ),
-]
-ChatTemplateFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="File with a chat template (Jinja). Default: that of the recipe or run, else the model's.",
-        rich_help_panel=SETTINGS,
-    ),
-]
-
-
-def template_settings(path: Path | None, arguments: list[str] | None) -> list[str]:
-    """--chat-template and --template-arg as --set."""
-    settings = [] if path is None else [f"data.chat_template={json.dumps(str(path))}"]
-    return settings + [f"data.template_args.{argument}" for argument in arguments or ()]
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
 
 from skylite.cli.options import AsJson, RunFolder, Verbose
 from skylite.config.loading import change_config, read_run_config
+from skylite.config.provenance import NOTHING_TYPED, Provenance, from_command_line
 from skylite.errors import ConfigError
 from skylite.rollout.replay import ReplayResult, replay_step
 from skylite.rollout.trusted_programs import allow_algorithm
@@ -23,7 +23,7 @@ from skylite.ui.logs import show
 def replay(
     target: RunFolder,
     step: Annotated[int, typer.Option(min=1, help="The step to train again.")],
-    settings: Annotated[
+    set_: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
@@ -37,7 +37,7 @@ def replay(
 ) -> None:
     """Train the step again and print equal or different. Raises SkyliteError subclasses."""
     run = RunDir(target.resolve())
-    programs = allow_programs(run, settings or ())
+    programs = allow_programs(run, from_command_line(set_ or ()))
     replayed = asyncio.run(replay_step(run, step, programs))
     if as_json:
         show(json.dumps({"equal": not replayed.differences, **asdict(replayed)}))
@@ -47,18 +47,18 @@ def replay(
         sys.exit(1)
 
 
-def allow_programs(run: RunDir, settings: Sequence[str]) -> dict[str, str]:
+def allow_programs(run: RunDir, provenance: Provenance) -> dict[str, str]:
     """Check that advantage and policy loss may run. Returns spec -> sha256 of their files.
 
     Raises ConfigError if they may not, or if --set changes a setting.
     """
     recorded = read_run_config(run.config_path).config
-    if change_config(recorded, {}, settings) != change_config(recorded, {}, ()):
+    if change_config(recorded, provenance) != change_config(recorded, NOTHING_TYPED):
         raise ConfigError(
-            f"skylite replay uses the run's own settings, and --set {' --set '.join(settings)} changes them.",
+            f"skylite replay uses the run's own settings, and this changes {', '.join(provenance.typed)}.",
             "Leave it out; here --set only names a program that the run uses.",
         )
-    return allow_algorithm(recorded.algorithm, named_by=run.config_path, settings=settings)
+    return allow_algorithm(recorded.algorithm, replace(provenance, file=run.config_path))
 
 
 def replay_text(replayed: ReplayResult) -> str:

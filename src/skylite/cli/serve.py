@@ -27,7 +27,9 @@ import typer
 
 from skylite.adapters.folder import ServedAdapter, find_adapter
 from skylite.cli.chat import wait_ready
-from skylite.cli.options import Model, Settings, Step, Verbose
+from skylite.cli.options import Model, Step, Verbose
+from skylite.cli.setting_flags import takes_settings
+from skylite.config.provenance import Provenance
 from skylite.data.chat_tokenizer import ChatTemplate, run_template
 from skylite.engine.vllm.chat_client import longest_sequence
 from skylite.engine.vllm.context_length import context_length
@@ -56,7 +58,9 @@ STOPPED = 130
 SERVER = "Server"
 
 
+@takes_settings((), of="run")
 def serve(
+    provenance: Provenance,
     target: Annotated[Path, typer.Argument(help="A run or an adapter folder.")],
     model: Model = None,
     step: Step = None,
@@ -69,7 +73,6 @@ def serve(
         ),
     ] = LOOPBACK,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Its port.", rich_help_panel=SERVER)] = 8000,
-    settings: Settings = None,
     verbose: Verbose = None,
 ) -> None:
     """Serve the adapter version, and `base` without adapter, until a signal or the server's own end.
@@ -78,7 +81,7 @@ def serve(
     """
     url = check_address(host, port)
     served = find_adapter(target, step)
-    config = engine_config(served, settings or ())
+    config = engine_config(served, provenance)
     model_path = resolve_model(model or served.base_model).path
     spec = single_engine_spec(config, served, model_path, Path("unused"))
     if spec.device == "cuda":

@@ -1,10 +1,29 @@
-"""Base class of every settings section."""
+"""What every section of settings shares: its base class, and the flags of its settings."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+WHAT, LENGTH, UPDATE, RUN, SAFETY, MORE = (
+    "Model, data and reward", "Length", "Update", "Run folder and resume", "Checks and limits",
+    "More settings",
+)  # fmt: skip
+HEADINGS = (WHAT, LENGTH, UPDATE, RUN, SAFETY, MORE)
+"""Headings of flags in `--help`, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A setting's flag. Its help is the first sentence of the setting's docstring."""
+
+    name: str
+    heading: str
+    default: str = ""
+    """The default in words, where its value would not say it."""
+    is_path: bool = False
 
 
 class Section(BaseModel):

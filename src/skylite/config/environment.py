@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from skylite.config.base_section import Section
+from skylite.config.base_section import WHAT, Flag, Section
 
 
 class EnvConfig(Section):
     """Episodes of several turns. Without `episode`, a trajectory is one completion."""
 
-    episode: str = ""
-    """guess, calculator, reasoning-gym, FILE.py:function, `command:PROGRAM ARGUMENTS` or `verifiers:NAME`.
-    Empty: one turn, scored by reward.functions."""
+    episode: Annotated[str, Flag("--env", WHAT, default="one turn")] = ""
+    """Episodes of several turns: guess, calculator, reasoning-gym, FILE.py:function,
+    `command:PROGRAM ARGUMENTS` or `verifiers:NAME`. Empty: one turn, scored by reward.functions."""
     max_turns: int = Field(16, ge=1)
     """Calls of the model in one trajectory. A further call ends it."""
     max_tokens: int = Field(4096, ge=2)

@@ -1,16 +1,17 @@
-"""Builds a TrainConfig from recipe, flags and `--set`, and reads run/config.json."""
+"""Builds a TrainConfig from a recipe and what the user typed, and reads run/config.json."""
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from skylite import __version__
+from skylite.config.provenance import NOTHING_TYPED, Provenance, from_command_line
 from skylite.config.rollout import RewardParameters
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.config.yaml_recipe import parse_yaml
@@ -24,65 +25,40 @@ LENGTHS = frozenset({"num_steps", "num_epochs"})
 """The two settings for the length of a run. One of them replaces the other."""
 
 
-def load_config(
-    recipe: Path | None,
-    overrides: Mapping[str, Any],
-    settings: Sequence[str] = (),
-    flags: Mapping[str, str] | None = None,
-) -> TrainConfig:
-    """The recipe's settings, overridden by flags, overridden by `--set`.
+def load_config(recipe: Path | None, provenance: Provenance = NOTHING_TYPED) -> TrainConfig:
+    """The recipe's settings (TOML or YAML; None: the defaults), with what the user typed instead.
 
-    Args:
-        recipe: TOML or YAML file; None: the defaults.
-        overrides: dotted key -> value, from the flags.
-        settings: `a.b=value` from `--set`, in TOML syntax; a bare word is a string.
-        flags: dotted key -> the flag that gave its value, for messages.
-
-    Raises:
-        ConfigError: lists every unknown key and every bad value.
+    Raises ConfigError that lists every unknown setting and every bad value.
     """
     if recipe is None:
-        return _validated({}, overrides, settings, "", flags)
+        return _validated({}, provenance, "")
     tree = read_recipe(recipe)
     if len(LENGTHS & tree.keys()) == 2:
         raise ConfigError(
             f"The recipe {recipe} has num_steps and num_epochs, and both set the length of the run.",
             "Remove one of them.",
         )
-    return _validated(tree, overrides, settings, f"recipe {recipe}", flags)
+    return _validated(tree, provenance, f"recipe {recipe}")
 
 
-def change_config(config: TrainConfig, overrides: Mapping[str, Any], settings: Sequence[str]) -> TrainConfig:
-    """`config` with some settings changed. Arguments and errors are those of `load_config`."""
-    return _validated(config.model_dump(mode="json"), overrides, settings, "")
+def change_config(config: TrainConfig, provenance: Provenance) -> TrainConfig:
+    """`config` with what the user typed instead. Raises ConfigError as `load_config` does."""
+    return _validated(config.model_dump(mode="json"), provenance, "")
 
 
-def _validated(
-    tree: dict[str, Any],
-    overrides: Mapping[str, Any],
-    settings: Sequence[str],
-    source: str,
-    flags: Mapping[str, str] | None = None,
-) -> TrainConfig:
-    """`source`: where the tree comes from, for messages about what neither flags nor --set gave."""
+def _validated(tree: dict[str, Any], provenance: Provenance, source: str) -> TrainConfig:
+    """`source`: where the tree comes from, for messages about what the user did not type."""
     problems: list[str] = []
-    given = dict(overrides)
-    origins = dict(flags or {})
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or not key.strip():
-            problems.append(f"--set {setting}: expected a.b=value, e.g. --set rollout.group_size=16")
-            continue
-        given[key.strip()] = parse_value(text.strip())
-        origins[key.strip()] = "--set"
-    _replace_length(tree, given, problems)
-    for key, value in given.items():
+    values = {setting: typed.value for setting, typed in provenance.typed.items()}
+    _replace_length(tree, values, problems)
+    for key, value in values.items():
         _set_key(tree, key, value, problems)
     _resolve_programs(tree)
     try:
         config = TrainConfig.model_validate(tree)
     except ValidationError as error:
-        problems += [_describe(e, origins, source) for e in error.errors()]
+        flags = {setting: typed.flag for setting, typed in provenance.typed.items()}
+        problems += [_describe(e, flags, source) for e in error.errors()]
     if problems:
         raise ConfigError(
             f"The configuration has {len(problems)} problem(s):\n" + "\n".join(f"  - {p}" for p in problems)
@@ -90,9 +66,9 @@ def _validated(
     return config
 
 
-def _replace_length(tree: dict[str, Any], given: Mapping[str, Any], problems: list[str]) -> None:
-    """Remove the tree's num_steps if num_epochs is given, and the other way round."""
-    lengths = LENGTHS & {name for name, value in given.items() if value is not None}
+def _replace_length(tree: dict[str, Any], values: Mapping[str, Any], problems: list[str]) -> None:
+    """Remove the tree's num_steps if num_epochs is set, and the other way round."""
+    lengths = LENGTHS & {name for name, value in values.items() if value is not None}
     if len(lengths) == 2:
         problems.append("num_steps (--steps) and num_epochs (--epochs) both set the length; give one of them")
     elif lengths:
@@ -112,19 +88,14 @@ def _resolve_programs(tree: dict[str, Any]) -> None:
             algorithm[name] = resolve_spec(spec)
 
 
-def is_set(settings: Sequence[str], name: str) -> bool:
-    """Whether `--set` gives this setting a value."""
-    return any(text.partition("=")[0].strip() == name for text in settings)
-
-
 def read_parameters(settings: Sequence[str]) -> RewardParameters:
     """The settings of a built-in reward from `--set reward.NAME=VALUE`. Raises ConfigError for others."""
-    for setting in settings:
-        name = setting.partition("=")[0].strip()
-        if name.removeprefix("reward.") not in RewardParameters.model_fields or "." not in name:
-            known = ", ".join(f"reward.{field}" for field in RewardParameters.model_fields)
-            raise ConfigError(f"`skylite prepare` has no setting {name}.", f"It has {known}.")
-    reward = load_config(None, {}, settings).reward
+    provenance = from_command_line(settings)
+    names = [f"reward.{field}" for field in RewardParameters.model_fields]
+    for name in provenance.typed:
+        if name not in names:
+            raise ConfigError(f"`skylite prepare` has no setting {name}.", f"It has {', '.join(names)}.")
+    reward = load_config(None, provenance).reward
     return RewardParameters(**{name: getattr(reward, name) for name in reward.model_fields_set})
 
 
@@ -143,16 +114,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"The recipe {path} is not valid {language}: {error}.", "Correct that line."
         ) from None
-
-
-def parse_value(text: str) -> Any:
-    """A `--set` value in TOML syntax. `none` becomes None, and text that is not TOML stays a string."""
-    if text == "none":
-        return None
-    try:
-        return parse_toml(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def read_run_config(path: Path) -> RunConfig:
@@ -188,11 +149,11 @@ def _set_key(tree: dict[str, Any], key: str, value: Any, problems: list[str]) ->
     node[leaf] = value
 
 
-def _describe(error: Any, origins: Mapping[str, str], source: str) -> str:
+def _describe(error: Any, flags: Mapping[str, str], source: str) -> str:
     """One pydantic error in words: the setting, its value, who gave it, the reason."""
     where = ".".join(str(part) for part in error["loc"])
-    near = [key for key in origins if f"{where}.".startswith(f"{key}.") or key.startswith(f"{where}.")]
-    origin = origins[near[0]] if where and near else source
+    near = [key for key in flags if f"{where}.".startswith(f"{key}.") or key.startswith(f"{where}.")]
+    origin = flags[near[0]] if where and near else source
     by = f" ({origin})" if origin else ""
     if error["type"] == "extra_forbidden":
         return f"{where}{by}: there is no such setting{_suggestion(error['loc'])}"
@@ -202,21 +163,19 @@ def _describe(error: Any, origins: Mapping[str, str], source: str) -> str:
     return f"{where}={error['input']!r}{by}: {message}"
 
 
-def setting_names(section: type[BaseModel] = TrainConfig, prefix: str = "") -> list[str]:
-    """The dotted names of all settings, in the order of their declaration."""
-    names = []
+def all_settings(section: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Dotted name and declaration of every setting, in the order of their declaration."""
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            names += setting_names(kind, f"{prefix}{name}.")
+            yield from all_settings(kind, f"{prefix}{name}.")
         else:
-            names.append(prefix + name)
-    return names
+            yield prefix + name, field
 
 
 def _suggestion(location: tuple[str, ...]) -> str:
     """ ", did you mean KEY?" for a misspelt key, or one without its section; else the keys of the section."""
-    elsewhere = [key for key in setting_names() if key.rpartition(".")[2] == location[-1]]
+    elsewhere = [key for key, _ in all_settings() if key.rpartition(".")[2] == location[-1]]
     elsewhere.sort(key=lambda key: key.startswith("critic."))  # only PPO has one
     if elsewhere:
         return f", did you mean {' or '.join(elsewhere)}?"

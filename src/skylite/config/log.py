@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator
 
-from skylite.config.base_section import Section
+from skylite.config.base_section import MORE, Flag, Section
 
 LoggerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
 LOGGER_NAMES: tuple[LoggerName, ...] = get_args(LoggerName)
@@ -15,8 +15,8 @@ LOGGER_NAMES: tuple[LoggerName, ...] = get_args(LoggerName)
 class LogConfig(Section):
     """Experiment loggers. Each follows metrics.jsonl in a process of its own; none can stop a run."""
 
-    to: list[LoggerName] = []
-    """Loggers to use, any of tensorboard, wandb, trackio, mlflow, swanlab. Each needs its library."""
+    to: Annotated[list[LoggerName], Flag("--log", MORE, default="no loggers")] = []
+    """Experiment loggers, any of tensorboard, wandb, trackio, mlflow, swanlab. Each needs its library."""
     project: str = Field("skylite", min_length=1)
     """Project (mlflow: experiment) that the run appears in."""
     name: str | None = Field(None, min_length=1)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from skylite.config.base_section import Section
+from skylite.config.base_section import UPDATE, WHAT, Flag, Section
 from skylite.config.check_regex import check_regex
 from skylite.errors import ConfigError
 
@@ -30,10 +30,10 @@ def served_rank(rank: int) -> int:
 class LoraConfig(Section):
     """The LoRA adapter under training."""
 
-    rank: int = Field(32, ge=1)
+    rank: Annotated[int, Flag("--rank", UPDATE)] = Field(32, ge=1)
     """LoRA rank, at most 512; vLLM reserves the next rank that it supports. A higher rank has more capacity
     and needs more memory."""
-    alpha: float = Field(32.0, gt=0)
+    alpha: Annotated[float, Flag("--alpha", UPDATE)] = Field(32.0, gt=0)
     """Scales the LoRA update by alpha / rank, or by alpha / sqrt(rank) with use_rslora."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout probability on the adapter's input during training. vLLM samples without dropout."""
@@ -47,7 +47,9 @@ class LoraConfig(Section):
     creates it with mode 0700, and refuses one that other users own, may write to or lead to by a link."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank (arXiv 2312.03732). Use it with high ranks."""
-    from_adapter: str | None = None
+    from_adapter: Annotated[
+        str | None, Flag("--from-adapter", WHAT, default="a new adapter", is_path=True)
+    ] = None
     """Warm start: folder with adapter_model.safetensors and adapter_config.json, which become version 0.
     none: start from the base model."""
     init: str = "default"

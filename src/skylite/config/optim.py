@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from skylite.config.base_section import Section
+from skylite.config.base_section import UPDATE, Flag, Section
 
 
 class OptimConfig(Section):
     """AdamW and its learning rate."""
 
-    lr: float = Field(2e-5, gt=0)
+    lr: Annotated[float, Flag("--lr", UPDATE)] = Field(2e-5, gt=0)
     """Learning rate. LoRA needs about ten times the rate of full fine-tuning; below 5e-6 skylite warns."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warmup: constant, or falling to zero at the last step."""

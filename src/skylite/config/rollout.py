@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, field_validator, model_validator
 
-from skylite.config.base_section import Section
+from skylite.config.base_section import MORE, UPDATE, WHAT, Flag, Section
 from skylite.config.check_regex import check_regex
 
 TemplateValue = StrictBool | StrictInt | StrictFloat | StrictStr
@@ -21,17 +21,21 @@ TEMPLATE_INPUTS = (
 class DataConfig(Section):
     """The prompts."""
 
-    path: str = "data/gsm8k"
-    """Folder that `skylite prepare` made, with train.parquet, validation.parquet and test.parquet."""
+    path: Annotated[str, Flag("--data", WHAT, is_path=True)] = "data/gsm8k"
+    """Folder written by `skylite prepare`, with train.parquet, validation.parquet and test.parquet."""
     difficulty: list[int] = []
     """Train and evaluate only on prompts of these difficulties (reasoning steps). Empty: all. In a recipe it
     counts for the recipe's own data set only."""
     filter_overlong_prompts: bool = False
     """Leave out prompts over rollout.max_prompt_tokens, and print their number. false: refuse them."""
-    chat_template: str | None = None
+    chat_template: Annotated[
+        str | None, Flag("--chat-template", MORE, default="the model's", is_path=True)
+    ] = None
     """File with a chat template (Jinja) for the prompts. none: the model's own."""
-    template_args: dict[str, TemplateValue] = {}
-    """Arguments of the chat template, such as {enable_thinking = false}."""
+    template_args: Annotated[
+        dict[str, TemplateValue], Flag("--template-arg", MORE, default="no arguments")
+    ] = {}
+    """Arguments of the chat template, such as enable_thinking=false for Qwen3."""
 
     @field_validator("template_args")
     @classmethod
@@ -48,7 +52,7 @@ class RolloutConfig(Section):
 
     prompts_per_step: int = Field(8, ge=1)
     """Distinct prompts per step."""
-    group_size: int = Field(8, ge=1)
+    group_size: Annotated[int, Flag("--group-size", UPDATE)] = Field(8, ge=1)
     """Completions per prompt. Most algorithms compare completions within a group, which needs at least 2."""
     temperature: float = Field(1.0, gt=0, le=5)
     """Sampling temperature. The trainer divides its logits by the same value."""
@@ -109,7 +113,7 @@ class RewardParameters(Section):
 class RewardConfig(RewardParameters):
     """Scoring completions."""
 
-    functions: list[str] = []
+    functions: Annotated[list[str], Flag("--reward", WHAT, default="the data's")] = []
     """gsm8k, math, countdown, exact_match, regex, format, length, reasoning-gym, or your own as
     FILE.py:function. The reward is their weighted sum. The first one decides what counts as right. Empty: the
     reward chosen at `skylite prepare`, with the settings given there."""

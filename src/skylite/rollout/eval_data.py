@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from skylite.config.loading import is_set
+from skylite.config.provenance import Provenance
 from skylite.config.rollout import RewardParameters
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import read_info, read_prompts
@@ -26,10 +26,8 @@ class DataChoice:
     paths: tuple[Path, ...]
     split: str
     limit: int | None
-    settings: tuple[str, ...]
-    """--set"""
-    named_by: Path | None
-    """The run, which may name reward programs."""
+    provenance: Provenance
+    """What the user typed; its file is the run, which may name reward programs."""
     is_own: bool
     """The run's own data, whose reward settings the run has recorded."""
 
@@ -67,16 +65,14 @@ def _read_one(name: str, path: Path, choice: DataChoice, config: TrainConfig) ->
     file = path / f"{choice.split}.parquet"
     config = _without_foreign_filter(file, choice, config)
     prompts, info = read_prompts(file, difficulty=tuple(config.data.difficulty))
-    keep = [
-        k for k in RewardParameters.model_fields if choice.is_own or is_set(choice.settings, f"reward.{k}")
-    ]
+    provenance = choice.provenance
+    keep = [k for k in RewardParameters.model_fields if choice.is_own or provenance.is_typed(f"reward.{k}")]
     first = config.reward.model_copy(update={"functions": config.reward.functions[:1], "weights": []})
     scored = source_for(config).allow(
         config.model_copy(update={"reward": first}),
         info,
         data=path,
-        named_by=choice.named_by,
-        settings=choice.settings,
+        provenance=provenance,
         keep=keep,
     )
     log_notes(scored.notes)
@@ -85,11 +81,12 @@ def _read_one(name: str, path: Path, choice: DataChoice, config: TrainConfig) ->
 
 def _without_foreign_filter(file: Path, choice: DataChoice, config: TrainConfig) -> TrainConfig:
     """Leave out the run's data.difficulty if --data names another data set. Logs that."""
-    if choice.is_own or choice.named_by is None or is_set(choice.settings, "data.difficulty"):
+    run = choice.provenance.file_of("data.difficulty")
+    if choice.is_own or run is None:
         return config
     data = config.data.model_copy(update={"path": str(file.parent)})
     elsewhere = config.model_copy(update={"data": data})
-    fitted, note = fit_difficulty(elsewhere, config.data.model_dump(), read_info(file), str(choice.named_by))
+    fitted, note = fit_difficulty(elsewhere, config.data.model_dump(), read_info(file), str(run))
     if note:
         logger.info(note)
     return fitted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from skylite.adapters.import_adapter import (
     expand_adapter_path,
 )
 from skylite.adapters.target_modules import check_target_names
-from skylite.config.loading import is_set
+from skylite.config.provenance import NOTHING_TYPED, Provenance
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.data.chat_tokenizer import load_tokenizer, read_template, template_notes
 from skylite.engine.trainable_models import check_trainable
@@ -81,22 +81,18 @@ class RunPlan:
 def plan_run(
     config: TrainConfig,
     run: RunDir,
+    provenance: Provenance = NOTHING_TYPED,
     *,
-    recipe: Path | None = None,
-    settings: Sequence[str] = (),
-    flags: Collection[str] = (),
     notes: Sequence[Note] = (),
 ) -> RunPlan:
     """Check data, reward, model and machine. Writes nothing. Raises SkyliteError subclasses.
 
-    `recipe`: the file that may name programs; None: the user names them. `settings`: the user's --set.
-    `flags`: settings that the user's other flags chose, such as lora.rank. `notes`: choices made before, to
-    print and record.
+    `provenance`: what the user typed, and the recipe. `notes`: choices made before, to print and record.
     """
     for folder in (run.root, sync_folder(config, run)):
         refuse_live(folder)
     check_folders(config, run)
-    config, filter_note = without_foreign_filter(config, recipe, settings)
+    config, filter_note = without_foreign_filter(config, provenance)
     source = source_for(config)
     train, info = source.read(config, "train")
     held_out = held_out_prompts(config)
@@ -105,16 +101,15 @@ def plan_run(
         config,
         info,
         data=Path(config.data.path),
-        named_by=recipe,
-        settings=settings,
+        provenance=provenance,
         keep=config.reward.model_fields_set,
     )
     reward_notes = [*scored.notes, *source.check_rewards(scored, info, train)]
     config = scored.config
-    programs = scored.programs | allow_algorithm(config.algorithm, named_by=recipe, settings=settings)
+    programs = scored.programs | allow_algorithm(config.algorithm, provenance)
     config, device_notes = device_defaults(config, choose_device())
     model = choose_model(config)
-    config, adapter_notes = adopt_adapter(config, _chosen(config, recipe, settings, flags), model.path)
+    config, adapter_notes = adopt_adapter(config, _chosen(config, provenance), model.path)
     with contextlib.closing(load_tokenizer(model.path, template)) as tokenizer:
         prompts = source.check_prompts(tokenizer, config, model.path, train, held_out)
         template_note = clock_note(tokenizer, template)
@@ -149,12 +144,10 @@ def plan_run(
     )
 
 
-def _chosen(
-    config: TrainConfig, recipe: Path | None, settings: Sequence[str], flags: Collection[str]
-) -> set[str]:
+def _chosen(config: TrainConfig, provenance: Provenance) -> set[str]:
     """The settings of LoRA that the user chose, and not a recipe."""
-    given = {f"lora.{name}" for name in config.lora.model_fields_set}
-    return {name for name in given if recipe is None or name in flags or is_set(settings, name)}
+    names = {f"lora.{name}" for name in config.lora.model_fields_set}
+    return {name for name in names if provenance.file_of(name) is None}
 
 
 def choose_model(config: TrainConfig) -> ResolvedModel:

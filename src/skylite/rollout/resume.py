@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import skylite
 from skylite.adapters.retention import remove_folder, remove_unfinished_files
 from skylite.config.loading import change_config, read_run_config
+from skylite.config.provenance import NOTHING_TYPED, Provenance
 from skylite.config.rollout import RewardParameters
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
@@ -45,9 +47,8 @@ logger = logging.getLogger(__name__)
 
 def plan_resume(
     run: RunDir,
+    provenance: Provenance = NOTHING_TYPED,
     *,
-    overrides: Mapping[str, Any] | None = None,
-    settings: Sequence[str] = (),
     at: int | None = None,
 ) -> RunPlan:
     """Plan an existing run from its newest undamaged checkpoint, or from the checkpoint of step `at`.
@@ -56,11 +57,12 @@ def plan_resume(
     or if no work is left.
     """
     recorded = read_run_config(run.config_path)
-    config = change_config(recorded.config, overrides or {}, settings)
+    provenance = replace(provenance, file=run.config_path)
+    config = change_config(recorded.config, provenance)
     source = source_for(config)
     everything, info = source.read(config, "train")
     train = without(everything, recorded.resolved.dropped_prompts)
-    config = accept_same_rewards(recorded.config, config, info, settings)
+    config = accept_same_rewards(recorded.config, config, info, provenance)
     config, _ = epochs_to_steps(config, len(train))
     check_changes(recorded.config, config)
     check_device(config, recorded.resolved.device)
@@ -71,11 +73,10 @@ def plan_resume(
         config,
         info,
         data=Path(config.data.path),
-        named_by=run.config_path,
-        settings=settings,
+        provenance=provenance,
         keep=RewardParameters.model_fields,  # the run has recorded them
     )
-    programs = allow_algorithm(config.algorithm, named_by=run.config_path, settings=settings)
+    programs = allow_algorithm(config.algorithm, provenance)
     recorded = _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from skylite.config.loading import is_set
+from skylite.config.provenance import Provenance
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.data.prompts import Chat, Pair, PromptFileInfo, read_chats, read_pairs, read_prompts
@@ -34,7 +34,6 @@ from skylite.rollout.reward_settings import apply_reward_settings
 from skylite.rollout.trusted_programs import allow_episode, allow_rewards
 from skylite.types import Prompt
 from skylite.ui.logs import log_printed
-from skylite.user_functions import REWARD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +61,14 @@ class Source(Protocol):
         info: PromptFileInfo,
         *,
         data: Path,
-        named_by: Path | None,
-        settings: Sequence[str],
+        provenance: Provenance,
         keep: Collection[str],
     ) -> ScoredData:
         """Check that the user allows what scores `data`.
 
         Args:
             data: the folder that `info` is from.
-            named_by: the file that names programs; None: the user names them.
-            settings: the user's --set, which may name programs.
+            provenance: what the user typed, who may name programs, and the file that else names them.
             keep: settings of the section reward that data does not change.
 
         Raises ConfigError or DataError.
@@ -113,13 +110,11 @@ class SingleTurnSource:
         info: PromptFileInfo,
         *,
         data: Path,
-        named_by: Path | None,
-        settings: Sequence[str],
+        provenance: Provenance,
         keep: Collection[str],
     ) -> ScoredData:
         config, note = apply_reward_settings(config, info, keep)
-        named_by = None if is_set(settings, REWARD.setting) else named_by
-        rewards, programs = allow_rewards(config.reward.functions, info, data, named_by=named_by)
+        rewards, programs = allow_rewards(config.reward.functions, info, data, provenance)
         return ScoredData(config=config, rewards=rewards, programs=programs, notes=notes_of(note))
 
     def check_rewards(self, scored: ScoredData, info: PromptFileInfo, train: Sequence[Prompt]) -> list[Note]:
@@ -170,12 +165,11 @@ class EpisodesSource:
         info: PromptFileInfo,
         *,
         data: Path,
-        named_by: Path | None,
-        settings: Sequence[str],
+        provenance: Provenance,
         keep: Collection[str],
     ) -> ScoredData:
         spec = config.env.episode
-        programs = allow_episode(spec, named_by=named_by, settings=settings)
+        programs = allow_episode(spec, provenance)
         check_episode_data(spec, info.reward, str(data))
         return ScoredData(config=config, rewards=(spec,), programs=programs)
 
@@ -233,8 +227,7 @@ class OfflineSource:
         info: PromptFileInfo,
         *,
         data: Path,
-        named_by: Path | None,
-        settings: Sequence[str],
+        provenance: Provenance,
         keep: Collection[str],
     ) -> ScoredData:
         return ScoredData(config=config, rewards=())

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from skylite.config.algorithm import AlgorithmConfig
-from skylite.config.loading import is_set
+from skylite.config.provenance import NOTHING_TYPED, Provenance
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.environments.episode_spec import check_episode
@@ -89,13 +89,12 @@ def require_named(specs: Sequence[str], kind: FunctionKind, where: Path) -> dict
 
 
 def allow_rewards(
-    functions: Sequence[str], info: PromptFileInfo, data: Path, *, named_by: Path | None = None
+    functions: Sequence[str], info: PromptFileInfo, data: Path, provenance: Provenance = NOTHING_TYPED
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """The specs of the reward functions, and the hashes of the programs among them.
 
     The functions are `functions`, or the reward that `data` was prepared with.
 
-    `named_by`: the file that names `functions`; None: the user names them.
     Raises ConfigError for a program that only a file names, and for data whose rewards an environment gives.
     """
     if not functions and is_verifiers(info.reward):
@@ -105,49 +104,43 @@ def allow_rewards(
         )
     if not functions:
         return (info.reward,), require_named([info.reward], REWARD, data)
-    return tuple(functions), _allow(functions, REWARD, named_by)
+    return tuple(functions), _allow(functions, REWARD, provenance)
 
 
-def allow_algorithm(
-    config: AlgorithmConfig, *, named_by: Path | None = None, settings: Sequence[str] = ()
-) -> dict[str, str]:
+def allow_algorithm(config: AlgorithmConfig, provenance: Provenance = NOTHING_TYPED) -> dict[str, str]:
     """Check that advantage and policy loss may run, and check their files without importing torch.
 
-    `named_by`: the file that names them; None: the user names them. `settings`: the user's --set, which may
-    name them. Raises ConfigError.
+    Raises ConfigError for one that only a file names.
     """
     programs: dict[str, str] = {}
     for spec, kind in ((config.advantage, ADVANTAGE), (config.policy_loss, POLICY_LOSS)):
         if is_program(spec):
-            programs |= _allow([spec], kind, named_by, settings)
+            programs |= _allow([spec], kind, provenance)
             check_function(spec, kind)
     return programs
 
 
-def allow_episode(spec: str, *, named_by: Path | None = None, settings: Sequence[str] = ()) -> dict[str, str]:
-    """Check that env.episode may run. Arguments as for `allow_algorithm`. Raises ConfigError."""
+def allow_episode(spec: str, provenance: Provenance = NOTHING_TYPED) -> dict[str, str]:
+    """Check that env.episode may run. Raises ConfigError if only a file names it."""
     check_episode(spec)
-    return _allow([spec], EPISODE, named_by, settings)
+    return _allow([spec], EPISODE, provenance)
 
 
 def accept_same_rewards(
-    recorded: TrainConfig, config: TrainConfig, info: PromptFileInfo, settings: Sequence[str]
+    recorded: TrainConfig, config: TrainConfig, info: PromptFileInfo, provenance: Provenance
 ) -> TrainConfig:
-    """If --set names the rewards that the run uses already, allow them and undo that change in `config`."""
+    """If the user names the rewards that the run uses already, allow them and undo that change."""
     functions = recorded.reward.functions
-    if not is_set(settings, REWARD.setting) or config.reward.functions != (functions or [info.reward]):
+    if not provenance.is_typed(REWARD.setting) or config.reward.functions != (functions or [info.reward]):
         return config
     remember(*config.reward.functions)
     return config.model_copy(update={"reward": config.reward.model_copy(update={"functions": functions})})
 
 
-def _allow(
-    specs: Sequence[str], kind: FunctionKind, named_by: Path | None, settings: Sequence[str] = ()
-) -> dict[str, str]:
-    """Remember what the user names, on the command line or with `settings`; else require it."""
-    if named_by is None or is_set(settings, kind.setting):
-        return remember(*specs)
-    return require_named(specs, kind, named_by)
+def _allow(specs: Sequence[str], kind: FunctionKind, provenance: Provenance) -> dict[str, str]:
+    """Remember what the user names; require that the user has named what a file names."""
+    file = provenance.file_of(kind.setting)
+    return remember(*specs) if file is None else require_named(specs, kind, file)
 
 
 def _what(spec: str) -> str:

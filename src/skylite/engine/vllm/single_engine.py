@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
 from skylite.adapters.folder import ServedAdapter
 from skylite.config.loading import change_config
 from skylite.config.lora import served_rank
+from skylite.config.provenance import Provenance
 from skylite.config.train import TrainConfig
 from skylite.engine.retrying_client import Engine
 from skylite.engine.tensor_parallel import SETTING, check_divisible, check_machine
@@ -82,10 +83,10 @@ def _gpus(count: int, model_path: Path) -> tuple[int, ...]:
     return tuple(gpu.index for gpu in visible[:count])
 
 
-def engine_config(adapter: ServedAdapter, settings: Sequence[str]) -> TrainConfig:
-    """The settings of the adapter's run, or the defaults, changed by --set. Raises ConfigError."""
+def engine_config(adapter: ServedAdapter, provenance: Provenance) -> TrainConfig:
+    """The settings of the adapter's run, or the defaults, with what the user typed. Raises ConfigError."""
     config = adapter.run_config.config if adapter.run_config is not None else TrainConfig()
-    return change_config(config, {}, settings) if settings else config
+    return change_config(config, provenance) if provenance.typed else config
 
 
 async def run_on_engine(
