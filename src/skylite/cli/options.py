@@ -58,11 +58,11 @@ AsJson = Annotated[
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The integers in a text like 1,2. Raises BadParameter."""
+    """The integers in a text like 1,2. Raises ConfigError."""
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of integers like 1,2") from None
+        raise ConfigError(f"{text!r} is not a list of integers.", "Write it like 1,2.") from None
 
 
 def newest_run() -> Path:

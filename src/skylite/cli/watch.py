@@ -8,8 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import select
+import sys
+import termios
 import time
+import tty
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +34,6 @@ from skylite.run.own_folders import LOCK_NAME
 from skylite.run.status import ENDED
 from skylite.run.status import is_alive as status_is_alive
 from skylite.ui.dashboard import step_line
-from skylite.ui.keys import Keys, terminal_keys
 from skylite.ui.live_panel import RECENT_STEPS, CompletionView, LivePanel, ScreenState
 from skylite.ui.logs import show
 
@@ -39,6 +44,9 @@ SILENT_S = 600.0
 SILENT_STEPS = 3
 """A live run is silent only after this many of its recent steps."""
 KEYS_HELP = "←→ completion  ↑↓ step  b best  w worst  s as stored  n newest  q quit"
+ARROWS = {"A": "up", "B": "down", "C": "right", "D": "left"}
+ESCAPE_WAIT_S = 0.05
+"""The rest of an arrow's escape sequence arrives within this time."""
 ORDERS: dict[str, Order] = {"b": "best", "w": "worst", "s": "stored"}
 
 
@@ -289,3 +297,39 @@ def _signature(target: Path) -> object:
     """Changes when a file changes that `read_facts` reads."""
     paths = [target / name for name in ("config.json", "status.json", "metrics.jsonl", "evals")]
     return [(p.stat().st_mtime_ns, p.stat().st_size) if p.exists() else None for p in paths]
+
+
+class Keys:
+    """Reads keys from a terminal in cbreak mode."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def read(self, timeout_s: float) -> str:
+        """A character, an arrow's name, or "" if no key came in time. "q" at the end of the input."""
+        if not self._waits(timeout_s):
+            return ""
+        key = os.read(self._descriptor, 1).decode("utf-8", errors="replace")
+        if key != "\x1b":
+            return key or "q"
+        if not self._waits(ESCAPE_WAIT_S) or os.read(self._descriptor, 1) not in (b"[", b"O"):
+            return ""
+        return ARROWS.get(os.read(self._descriptor, 1).decode("ascii", errors="replace"), "")
+
+    def _waits(self, timeout_s: float) -> bool:
+        return bool(select.select([self._descriptor], [], [], timeout_s)[0])
+
+
+@contextmanager
+def terminal_keys() -> Iterator[Keys | None]:
+    """The keys of stdin; None if it is no terminal. Restores the terminal at the end."""
+    if not sys.stdin.isatty():
+        yield None
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    try:
+        tty.setcbreak(descriptor)
+        yield Keys(descriptor)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -19,7 +19,7 @@ from skylite.config.rollout import DataConfig, TemplateValue
 from skylite.config.train import RunConfig
 from skylite.data.chat_tokenizer_in_sandbox import Job
 from skylite.errors import ConfigError, DataError, ModelError
-from skylite.hub.model_files import model_files
+from skylite.hub.resolve import model_files
 from skylite.progress_reporting import long_work
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
 from skylite.types import Message, Prompt

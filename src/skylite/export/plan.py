@@ -17,8 +17,7 @@ from skylite.config.train import RunConfig
 from skylite.errors import ConfigError, ModelError
 from skylite.evaluation.confidence_interval import score_name, score_value
 from skylite.export.gguf import find_converter
-from skylite.hub.model_files import model_files
-from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, resolve_model, tensor_shapes
+from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, model_files, resolve_model, tensor_shapes
 from skylite.processes.hardware import available_memory
 from skylite.run.files import format_bytes
 from skylite.run.metrics_file import held_out_scores, scores_are_binary

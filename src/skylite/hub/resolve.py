@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from skylite.errors import ModelError
 from skylite.hub.hub_client import download_bar
-from skylite.hub.model_files import model_files
 from skylite.progress_reporting import long_work
 from skylite.run.files import sha256_file
 from skylite.untrusted_files import open_file, read_bytes, read_text
@@ -32,6 +32,7 @@ PROMPT_FILES = (
 """Files of the tokenizer, the chat templates and the stop tokens: they decide what a prompt becomes."""
 CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the architectures in config.json that generate text."""
+SUBFOLDERS = ("additional_chat_templates",)
 MAX_HEADER_BYTES = 100 << 20
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """The fingerprint includes SAMPLES - 1 samples of each weight file, of SAMPLE_BYTES each.
@@ -220,3 +221,26 @@ def _from_hub(name: str, revision: str | None) -> Path:
         raise ModelError(
             f"The model {name!r} cannot be downloaded: {refusal.reason}", refusal.remedy or WITHOUT_HUB
         ) from None
+
+
+def model_files(folder: Path, patterns: Sequence[str] = ("*",)) -> list[Path]:
+    """The files of a model folder that match a pattern, sorted. Raises ModelError for a link out of it.
+
+    A stranger's folder may hold links to files of yours, such as a private key. They would become part of an
+    export, which may be pushed, and the tokenizer's sandbox could read them. A snapshot in the hub's cache
+    consists of links into `blobs` of the same repository, and may.
+    """
+    for place in (folder, *(folder / name for name in SUBFOLDERS if (folder / name).is_dir())):
+        for path in place.iterdir():
+            _require_inside(path, folder)
+    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+
+
+def _require_inside(path: Path, folder: Path) -> None:
+    root, target = os.path.realpath(folder), os.path.realpath(path)
+    inside = [root, *([str(Path(root).parents[1])] if Path(root).parent.name == "snapshots" else [])]
+    if not any(Path(target).is_relative_to(place) for place in inside):
+        raise ModelError(
+            f"{path} is a link out of the model folder, to {target}; an export would copy that file.",
+            "Replace the link by the file, if it is part of the model.",
+        )
