@@ -8,10 +8,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import TypedDict  # pydantic's dependency, and before Python 3.12 its wish
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]

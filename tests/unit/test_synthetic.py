@@ -7,7 +7,7 @@ import pytest
 
 from skylite.data import synthetic
 from skylite.data.data_prep_file import load_dataset
-from skylite.data.synthetic_words import TEMPLATES
+from skylite.data.synthetic import TEMPLATES
 from skylite.errors import DataError
 from skylite.rewards.gsm8k import final_number
 

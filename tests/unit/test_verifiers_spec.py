@@ -13,7 +13,7 @@ from skylite.cli.prepare import prepare_data as prepare
 from skylite.config.environment import EnvConfig
 from skylite.config.provenance import Provenance
 from skylite.data.prompts import PromptFileInfo
-from skylite.data.verifiers_spec import check_verifiers, parse_verifiers
+from skylite.data.verifiers import check_verifiers, parse_verifiers
 from skylite.environments.episode_spec import check_episode_data
 from skylite.environments.episodes_source import read_reward
 from skylite.environments.verifiers_episode import VerifiersFailed, read_episode

@@ -41,7 +41,7 @@ def prepare(spec: str, folder: Path, *flags: str) -> subprocess.CompletedProcess
 
 REFUSALS = """
 import json, sys
-from skylite.data.verifiers_tasks import verifiers_examples
+from skylite.data.verifiers import verifiers_examples
 from skylite.environments.verifiers_episode import verifiers_episode
 from skylite.errors import SkyliteError
 

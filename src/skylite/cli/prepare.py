@@ -444,7 +444,7 @@ def _reasoning_gym_task(spec: str, limit: int | None, seed: int) -> ExampleSet:
 
 
 def _verifiers_tasks(spec: str, limit: int | None, seed: int) -> ExampleSet:
-    from skylite.data.verifiers_tasks import verifiers_examples
+    from skylite.data.verifiers import verifiers_examples
 
     remember(spec)
     with long_work(f"reading the tasks of {spec}"):

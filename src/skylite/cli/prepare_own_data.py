@@ -9,7 +9,7 @@ from pathlib import Path
 from skylite.config.rollout import RewardParameters
 from skylite.data.examples import ExampleSet
 from skylite.data.prompts import Kind
-from skylite.data.user_columns import ColumnFlags, missing_flags
+from skylite.data.user_examples import ColumnFlags, missing_flags
 from skylite.data.user_tables import OwnSource, read_own_tables
 from skylite.errors import ConfigError, RunFailed
 from skylite.rewards import load_reward

@@ -12,13 +12,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from skylite.errors import DataError, WriteFailed
 from skylite.processes.file_tree import remove_tree
@@ -39,7 +40,9 @@ SourceKind = Literal["hub", "folder", "synthetic", "generated", "file"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFileInfo:
-    """The footer of a prompt file: its source and how it was made."""
+    """The footer of a prepared file: its source and how it was made."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     dataset: str
     source_kind: SourceKind
@@ -72,6 +75,9 @@ class PromptFileInfo:
     """What a right completion scores; None: that differs between rows."""
     kind: Kind = "prompts"
     schema_version: int = SCHEMA_VERSION
+
+
+_FOOTER = TypeAdapter(PromptFileInfo)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,40 +327,10 @@ def _read_info(path: Path, metadata: dict[bytes, bytes]) -> PromptFileInfo:
         raise DataError(
             f"{path} has schema version {version!r}; this skylite reads version {SCHEMA_VERSION}.", _HINT
         )
-    known = {f.name for f in fields(PromptFileInfo)}
-    optional = {
-        "limit",
-        "made_by",
-        "notes",
-        "has_answers",
-        "reward_settings",
-        "answer_template",
-        "best_reward",
-        "kind",
-    }
-    required = known - optional
-    if not isinstance(footer, dict) or not known >= footer.keys() >= required or not _has_right_types(footer):
-        raise DataError(f"{path} has a damaged footer.", _HINT)
-    return PromptFileInfo(**footer)
-
-
-def _has_right_types(footer: dict[str, Any]) -> bool:
-    """Whether the values of a footer fit PromptFileInfo."""
-    texts = ("dataset", "source", "source_sha256", "reward", "system", "made_by", "notes", "answer_template")
-    turns, limit = footer["few_shot"], footer.get("limit")
-    return (
-        all(isinstance(footer.get(name, ""), str) for name in texts)
-        and footer["source_kind"] in get_args(SourceKind)
-        and footer["split"] in get_args(Split)
-        and footer.get("kind", "prompts") in get_args(Kind)
-        and all(type(n) is int for n in (footer["count"], footer["seed"], 0 if limit is None else limit))
-        and isinstance(turns, list)
-        and all(isinstance(turn, dict) and turn.keys() == {"role", "content"} for turn in turns)
-        and all(isinstance(text, str) for turn in turns for text in turn.values())
-        and isinstance(footer.get("has_answers", True), bool)
-        and isinstance(footer.get("reward_settings", {}), dict)
-        and isinstance(footer.get("best_reward"), int | float | None)
-    )
+    try:
+        return _FOOTER.validate_json(metadata[FOOTER_KEY])
+    except ValidationError:
+        raise DataError(f"{path} has a damaged footer.", _HINT) from None
 
 
 def _check_columns(path: Path, schema: pa.Schema, right: pa.Schema) -> None:

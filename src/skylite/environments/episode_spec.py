@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from skylite.data.verifiers_spec import check_verifiers, parse_verifiers
+from skylite.data.verifiers import check_verifiers, parse_verifiers
 from skylite.environments.episodes import BUILT_IN
 from skylite.errors import ConfigError
 from skylite.rewards.reasoning_gym import check_reasoning_gym

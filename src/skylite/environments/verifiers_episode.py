@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable
 from importlib import import_module
 from typing import Any
 
-from skylite.data.verifiers_spec import cannot_open, open_config
-from skylite.data.verifiers_tasks import COLUMN
+from skylite.data.verifiers import COLUMN, cannot_open, open_config
 from skylite.environments.chat import LIMIT_CODES, METRIC, Chat, Task
 from skylite.errors import ConfigError
 from skylite.user_functions import UserCodeFailed, user_code
