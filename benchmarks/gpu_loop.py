@@ -34,7 +34,7 @@ METRICS = (
     "mismatch/logprob_diff_mean",
     "mismatch/logprob_diff_max",
 )
-ENGINES = ("VLLM::EngineCore", "tests.fakes.engine")
+ENGINES = ("VLLM::EngineCore", "tests/fakes/engine.py")
 """Names of the process to kill, and of its stand-in in a dry run."""
 LOG_CHARS, SHORT_LOG_CHARS = 20_000, 6_000
 """What the report keeps of the engine's log, where a start of vLLM fits, and of each other log of the run."""
@@ -84,7 +84,7 @@ def loop(report: Report) -> None:
 
 def report_logs(report: Report, logs: Path) -> None:
     """Report the end of each log. Not printed: it would push skylite's own last lines out of the report."""
-    engine = logs / "vllm-0.log"
+    engine = logs / "engine-0.log"
     report.put("engine_log", log_end(engine, LOG_CHARS), show=False)
     others = {path.name: log_end(path, SHORT_LOG_CHARS) for path in sorted(logs.glob("*.log"))}
     report.put("logs", {name: lines for name, lines in others.items() if name != engine.name}, show=False)
@@ -104,18 +104,15 @@ def loop_command(folder: Path, dry_run: bool) -> tuple[list[str], dict[str, str]
     env = os.environ | {"XDG_STATE_HOME": str(folder / "state")}
     last = ["--set", "eval.limit=0", "--set", "engine.max_restarts=2"]
     if dry_run:
-        from skylite.engine.vllm.server_command import ENGINE_COMMAND
-        from tests.e2e.project import make_project
+        from tests.e2e.project import FAKE_ENGINE, make_project
         from tests.tiny_models import make_tiny_model
-        from tests.torture.ground import FAKE_ENGINE_COMMAND
 
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         os.environ["XDG_STATE_HOME"] = env["XDG_STATE_HOME"]  # make_project prepares with this environment
         project = make_project(folder, make_tiny_model(folder / "model"))
-        # The fake engine samples at random, which the trainer's judge of rollouts would stop.
-        words = project.train_args(str(folder / "run"), STEPS, *last, "--set", "sync.rollout_mismatch=warn")
+        fake = [word for setting in FAKE_ENGINE for word in ("--set", setting)]
+        words = project.train_args(str(folder / "run"), STEPS, *last, *fake)
         words[words.index("data")] = str(folder / "data")
-        return [*SKYLITE, *words], env | {ENGINE_COMMAND: FAKE_ENGINE_COMMAND, "PYTHONPATH": path}
+        return [*SKYLITE, *words], env
     data = folder / "data"
     prepare = [*SKYLITE, "prepare", "gsm8k", "--synthetic", "--limit", "400", "--out", str(data)]
     subprocess.run(prepare, check=True, env=env)

@@ -30,7 +30,9 @@ from command_line import argument_parser
 from machine_info import machine_info
 
 from skylite.config.engine import CpuLora
-from skylite.engine.vllm.server_command import BASE_NAME, EngineSpec, engine_command, engine_env
+from skylite.engine.connections import Address
+from skylite.engine.interface import BASE_NAME, EngineSpec
+from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.processes.child import ProcessSpec, child_died, kill, poll, start
 from skylite.run.files import write_json
 from skylite.run.run_dir import adapter_name
@@ -200,13 +202,11 @@ def running(
 ) -> Iterator[httpx.Client]:
     """A server with the adapter loaded."""
     spec = engine_spec(variant, args, folder)
-    env = engine_env(spec, {}) | dict(variant.env)
-    argv = [*engine_command(spec), *variant.flags]
+    env = VllmLauncher().environment(spec) | dict(variant.env)
+    argv = [*VllmLauncher().command(spec), *variant.flags]
     child = start(ProcessSpec(name=spec.name, argv=argv, env=env, log_path=folder / f"{spec.name}.log"))
     try:
-        with httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(spec.uds)), base_url="http://engine", timeout=1800.0
-        ) as http:
+        with spec.address.client(1800.0) as http:
             while not is_ready(http):
                 if poll(child) is not None:
                     raise SystemExit(f"{child_died(child)}\n{child_died(child).log_tail}")
@@ -225,17 +225,15 @@ def engine_spec(variant: Variant, args: argparse.Namespace, folder: Path) -> Eng
         model_path=args.model,
         device="cpu",
         dtype=args.dtype,
-        uds=folder / f"{variant.name}.sock",
-        max_lora_rank=args.rank,
+        address=Address.of_socket(folder / f"{variant.name}.sock"),
+        lora_rank=args.rank,
         target_modules=TARGET_MODULES,
         max_loras=2,
-        max_cpu_loras=3,
         max_model_len=512,
         max_num_seqs=128,
         kv_cache_gib=0.5,
         gpu_memory_utilization=0.5,
         cpu_lora=variant.cpu_lora,
-        enable_lora=True,
         seed=0,
     )
 

@@ -28,10 +28,11 @@ from machine_info import machine_info
 
 from skylite.adapters.target_modules import predict_target_modules
 from skylite.config.train import TrainConfig
+from skylite.engine.start_engines import engine_spec
 from skylite.engine.vllm.client import VllmClient
+from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER
-from skylite.engine.vllm.server_command import engine_command, engine_env
-from skylite.engine.vllm.start_engines import engine_spec
+from skylite.engine.watchdog import wait_ready
 from skylite.processes.child import ProcessSpec, kill, start
 from skylite.rollout.plan import plan_run
 from skylite.run.events import read_events
@@ -82,20 +83,22 @@ async def server_start(model: str, data: Path, folder: Path, name: str, module: 
     plan = plan_run(config, RunDir(folder / "plain"))
     modules = predict_target_modules(Path(plan.resolved.model_path), plan.config.lora)
     spec = engine_spec(plan.run_config, modules, 0, folder)
-    command = [module if word == CPU_SERVER else word for word in engine_command(spec)]
+    command = [module if word == CPU_SERVER else word for word in VllmLauncher().command(spec)]
     started = time.monotonic()
     child = start(
-        ProcessSpec(name=spec.name, argv=command, env=engine_env(spec, {}), log_path=folder / "vllm.log")
+        ProcessSpec(
+            name=spec.name, argv=command, env=VllmLauncher().environment(spec), log_path=folder / "vllm.log"
+        )
     )
-    client = VllmClient(spec.name, spec.uds)
+    client = VllmClient(spec.name, spec.address)
     try:
-        await client.wait_ready(DEADLINE_S)
+        await wait_ready(client, DEADLINE_S, folder / "vllm.log")
         seconds = time.monotonic() - started
         return {f"{name}_s": seconds, f"{name}_cpu_s": cpu_seconds(psutil.Process(child.pid))}
     finally:
         await client.aclose()
         kill(child)
-        spec.uds.unlink(missing_ok=True)
+        (folder / "engine-0.sock").unlink(missing_ok=True)
 
 
 def run_start(model: str, data: Path, run: Path) -> dict[str, float]:

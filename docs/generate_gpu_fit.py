@@ -20,8 +20,8 @@ from typing import Any
 from write_or_check import write_or_check
 
 from skylite.config.train import TrainConfig
+from skylite.engine.start_engines import MAX_LORAS
 from skylite.engine.tensor_parallel import check_divisible
-from skylite.engine.vllm.start_engines import MAX_LORAS
 from skylite.errors import ConfigError
 from skylite.processes.gpus import Gpu
 from skylite.resources.gpu_memory_plan import (

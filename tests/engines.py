@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from skylite.config.engine import CpuLora
-from skylite.engine.vllm.server_command import BASE_NAME, EngineSpec, engine_command, engine_env
+from skylite.engine.connections import Address
+from skylite.engine.interface import BASE_NAME, EngineSpec
+from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
 
 TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -52,7 +54,7 @@ class EngineServer:
     """A running server. `http` talks to it over its Unix socket."""
 
     model_path: Path
-    uds: Path
+    address: Address
     http: httpx.Client
     base: str = BASE_NAME
 
@@ -103,33 +105,30 @@ def running_server(
             model_path=model_path,
             device="cpu",
             dtype=dtype,
-            uds=Path(folder, "vllm.sock"),
-            max_lora_rank=MAX_LORA_RANK,
+            address=Address.of_socket(Path(folder, "vllm.sock")),
+            lora_rank=MAX_LORA_RANK,
             target_modules=target_modules or TARGET_MODULES,
             max_loras=2,
-            max_cpu_loras=3,
             max_model_len=1024,
             max_num_seqs=32,
             kv_cache_gib=0.25,
             gpu_memory_utilization=0.5,
             cpu_lora=cpu_lora,
-            enable_lora=True,
             seed=0,
         )
         child = start(
             ProcessSpec(
                 name=spec.name,
-                argv=engine_command(spec),
-                env=engine_env(spec, env or {}),
+                argv=VllmLauncher().command(spec),
+                env={**(env or {}), **VllmLauncher().environment(spec)},
                 log_path=Path(folder, "vllm.log"),
                 own_network=True,  # as in a run
             )
         )
-        transport = httpx.HTTPTransport(uds=str(spec.uds), limits=httpx.Limits(max_connections=None))
         try:
-            with httpx.Client(transport=transport, base_url="http://engine", timeout=120.0) as http:
+            with spec.address.client(120.0) as http:
                 _wait_ready(child, http)
-                yield EngineServer(model_path, spec.uds, http)
+                yield EngineServer(model_path, spec.address, http)
         finally:
             kill(child)
 

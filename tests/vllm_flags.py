@@ -2,7 +2,7 @@
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
         --platform manylinux_2_28_x86_64 vllm==0.26.0
-    python -m tests.vllm_flags vllm-0.26.0-*.whl > tests/vllm_flags_0.26.0.json
+    python -m tests.vllm_flags engine-0.26.0-*.whl > tests/vllm_flags_0.26.0.json
 
 vLLM 0.26 is the last release built for torch 2.11.
 """

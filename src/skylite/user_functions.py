@@ -38,6 +38,7 @@ REWARD = FunctionKind(
 )
 ADVANTAGE = FunctionKind("advantage", "algorithm.advantage", "(rewards, lengths)", "Tensor")
 EPISODE = FunctionKind("episode", "env.episode", "(task, chat)", "float")
+LAUNCHER = FunctionKind("launcher", "engine.launcher", "()", "Launcher", takes_two=False)
 POLICY_LOSS = FunctionKind("policy loss", "algorithm.policy_loss", "(inputs, config)", "Tensor")
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from skylite.engine.vllm.server_command import ENGINE_COMMAND
-from tests.e2e.project import Project, make_project
+from tests.e2e.project import WITH_FAKE_ENGINE, Project, make_project
 from tests.e2e.running import DEADLINE_S
-from tests.torture.ground import FAKE_ENGINE_COMMAND, ROOT
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +41,5 @@ def finished(project: Project) -> str:
 
 @pytest.fixture
 def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test's runs sample from tests/fakes/engine.py, which starts without vLLM's 20 s."""
-    monkeypatch.setenv(ENGINE_COMMAND, FAKE_ENGINE_COMMAND)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+    """The test's runs sample from tests/fakes/launcher.py, which starts without vLLM's 20 s."""
+    monkeypatch.setenv(WITH_FAKE_ENGINE, "1")

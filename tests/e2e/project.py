@@ -12,8 +12,12 @@ from typing import Any
 
 import psutil
 
-from skylite.engine.vllm.server_command import ENGINE_COMMAND
-
+FAKE_LAUNCHER = f"{Path(__file__).parents[1] / 'fakes' / 'launcher.py'}:FakeLauncher"
+FAKE_ENGINE = (f"engine.launcher={FAKE_LAUNCHER}", "sync.rollout_mismatch=warn")
+"""Settings of a run with fake engines, whose logprobs are made up."""
+FAKE_WORDS = [word for setting in FAKE_ENGINE for word in ("--set", setting)]
+WITH_FAKE_ENGINE = "SKYLITE_TESTS_FAKE_ENGINE"
+"""Environment variable of a test whose runs have FAKE_ENGINE."""
 COMMAND = [sys.executable, "-c", "from skylite.entry_point import main; main()"]
 REWARD_FILE = '''
 def letters(prompt, completion):
@@ -53,8 +57,8 @@ class Project:
             "16",
         ]
         more = ["--set", "data.difficulty=[]", "--set", "eval.limit=8", "--lr", "1e-2", "--group-size", "4"]
-        if ENGINE_COMMAND in os.environ:  # the fake engine makes its logprobs up
-            more += ["--set", "sync.rollout_mismatch=warn"]
+        if WITH_FAKE_ENGINE in os.environ:
+            more += FAKE_WORDS
         return ["train", *named, *settings, *more, "--steps", str(steps), "--run", run, *extra]
 
     def start(self, *args: str) -> subprocess.Popen[str]:

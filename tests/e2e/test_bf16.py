@@ -7,7 +7,7 @@ import math
 import pytest
 
 from skylite.adapters.manifest import SEQUENCES_PER_VERSION, read_manifest
-from tests.e2e.project import Project
+from tests.e2e.project import FAKE_WORDS, Project
 from tests.e2e.running import DEADLINE_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
@@ -25,8 +25,7 @@ def test_a_bfloat16_run_verifies_every_version_resumes_and_replays(
         assert abs(line["canary/projection"] - 1) < 0.65 + 4 * line["canary/projection_error"]
         assert 0 < line["canary/rounding"] < 1
         assert math.isfinite(line["loss/policy"])
-    request.getfixturevalue("fake_engine")
-    words = ("--steps", "3", "--set", "sync.rollout_mismatch=warn")
+    words = ("--steps", "3", *FAKE_WORDS)
     resumed = project.run("train", "--resume", "bf16", *words, timeout_s=DEADLINE_S)
     assert resumed.returncode == 0, resumed.stderr
     assert [m["step"] for m in project.metrics("bf16")] == [1, 2, 3]

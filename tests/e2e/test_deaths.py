@@ -48,7 +48,7 @@ def test_a_run_opens_no_port_leaks_no_secret_survives_its_engine_and_leaves_noth
         engine_core(process).kill()
         wait_for_step(project, process, "struck", len(project.metrics("struck")) + 3)
         assert project.metrics("struck")[-1]["restarts"] == 1
-        assert project.status("struck")["restarts"] == {"vllm-0": 1}
+        assert project.status("struck")["restarts"] == {"engine-0": 1}
         children = descendants(process.pid)
         process.kill()
         process.wait()
@@ -71,14 +71,14 @@ def test_a_run_survives_a_hung_engine_and_a_hung_rank_and_fails_with_the_reason_
     flags = [*(word for setting in settings for word in ("--set", setting)), "--max-restarts", "1"]
     with running(project, *project.train_args("deaths", 600, *flags)) as process:
         wait_for_step(project, process, "deaths", 1)
-        command_of(descendants(process.pid), "tests.fakes.engine").suspend()
-        wait_for_restart(project, process, "vllm-0")
+        command_of(descendants(process.pid), "tests/fakes/engine.py").suspend()
+        wait_for_restart(project, process, "engine-0")
         rank = command_of(descendants(process.pid), "skylite.trainer.worker")
         torchrun = [p for p in descendants(process.pid) if "torch.distributed.run" in words_of(p)]
         rank.suspend()
         wait_for_restart(project, process, "trainer")
         assert wait_gone([rank, *torchrun]) == []
-        assert project.status("deaths")["restarts"] == {"vllm-0": 1, "trainer": 1}
+        assert project.status("deaths")["restarts"] == {"engine-0": 1, "trainer": 1}
 
         children = descendants(process.pid)
         command_of(children, "skylite.trainer.worker").kill()

@@ -62,9 +62,9 @@ def test_an_engine_and_a_run_killed_during_episodes_leave_the_same_adapters(
     with running(project, *args("struck")) as process:
         wait_for_step(project, process, "struck", 1)
         wait_until_in_episodes(project, process)
-        command_of(descendants(process.pid), "tests.fakes.engine").kill()
+        command_of(descendants(process.pid), "tests/fakes/engine.py").kill()
         wait_for_step(project, process, "struck", 3)
-        assert project.status("struck")["restarts"] == {"vllm-0": 1}
+        assert project.status("struck")["restarts"] == {"engine-0": 1}
         wait_until_in_episodes(project, process)
         children = descendants(process.pid)
         process.kill()

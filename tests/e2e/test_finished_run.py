@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from skylite.run.events import read_events
 from skylite.run.run_dir import RunDir
 from tests.e2e.conftest import EXACT
-from tests.e2e.project import Project, descendants
+from tests.e2e.project import FAKE_WORDS, Project, descendants
 from tests.e2e.running import DEADLINE_S, check_metrics, places_with, running, wait_for_step, wait_gone
 from tests.other_user import as_other_user
 
@@ -96,12 +96,10 @@ def test_a_second_stage_starts_from_the_first_stages_adapter_and_samples_ahead(
     assert order.index(("sampling_started", 2)) < order.index(("trainer_step_seen", 1))
 
 
-def test_a_finished_run_can_be_evaluated(
-    project: Project, finished: str, request: pytest.FixtureRequest
-) -> None:
+def test_a_finished_run_can_be_evaluated(project: Project, finished: str) -> None:
     """test_hostile_bundle.py evaluates with vLLM."""
-    request.getfixturevalue("fake_engine")  # after `finished`, which samples from vLLM
-    evaluated = project.run("eval", finished, "--limit", "4", "--n", "2", timeout_s=DEADLINE_S)
+    words = ("--limit", "4", "--n", "2", *FAKE_WORDS)
+    evaluated = project.run("eval", finished, *words, timeout_s=DEADLINE_S)
     assert evaluated.returncode == 0, evaluated.stderr
     evals = project.root / finished / "evals"
     result = json.loads((evals / "policy-v000003-data-test-mean2.json").read_text())

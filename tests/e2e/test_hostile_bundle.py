@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from skylite.engine.vllm.server_command import ENGINE_COMMAND
 from tests.hostile_bundle import opened_bundle
 from tests.unit.bad_inputs import call
 
@@ -37,7 +36,6 @@ def test_vllm_loads_its_model_and_adapter_and_runs_no_code_of_them(
     """With a template and a reward of the user's own, so that nothing refuses the run before vLLM starts."""
     own = tmp_path_factory.mktemp("own")
     (own / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
-    monkeypatch.delenv(ENGINE_COMMAND, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(own / "cache"))  # vLLM and Torch keep files there
     with opened_bundle(tmp_path, tiny_llama) as bundle:
         words = [

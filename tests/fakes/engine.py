@@ -1,15 +1,11 @@
-"""A fake vLLM server that starts fast: a real process with the same Unix socket, requests and replies.
+"""The server of the fake engine (launcher.py): `python engine.py SOCKET [ADAPTER]`.
 
-    SKYLITE_ENGINE_COMMAND="python -m tests.fakes.engine" skylite train ...
-
-Its answers depend only on the adapter's weights, the prompt and the seed, so two runs with the same adapters
-get the same completions. It reads the canary's logprobs from the adapter's manifest: it tests the run's
-machinery, not the sampling. ENGINE_DELAY_S delays each completion, ENGINE_LOAD_DELAY_S each adapter load.
+It reads the canary's logprobs from the adapter's manifest: it tests the run's machinery, not the sampling.
+ENGINE_DELAY_S delays each completion, ENGINE_LOAD_DELAY_S each adapter load.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -17,6 +13,7 @@ import random
 import socket
 import socketserver
 import string
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +22,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
+BASE = "base"
 LETTERS = string.ascii_letters + string.digits + " .,"
 DELAY_S = float(os.environ.get("ENGINE_DELAY_S", "0"))
 LOAD_DELAY_S = float(os.environ.get("ENGINE_LOAD_DELAY_S", "0"))
@@ -39,34 +37,33 @@ class Served:
         self.lock = threading.Lock()
 
     def load(self, body: dict[str, Any]) -> None:
-        folder = Path(body["lora_path"])
+        folder = Path(body["path"])
         if not (folder / "adapter_model.safetensors").is_file():
             raise LookupError(f"no adapter in {folder}")
         time.sleep(LOAD_DELAY_S)
-        self.folders[body["lora_name"]] = folder
+        self.folders[body["name"]] = folder
 
     def unload(self, body: dict[str, Any]) -> None:
-        if self.folders.pop(body["lora_name"], None) is None:
-            raise LookupError(f"{body['lora_name']} is not loaded")
+        self.folders.pop(body["name"], None)
 
-    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        model = body["model"]
-        if model != "base" and model not in self.folders:
+    def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        self.require(body["model"])
+        time.sleep(DELAY_S)
+        calls = [self.sampled(body["model"], body, index) for index in range(body["n"])]
+        self.count(len(body["prompt"]) + sum(len(call["completion_token_ids"]) for call in calls))
+        return calls
+
+    def require(self, model: str) -> None:
+        if model != BASE and model not in self.folders:
             raise LookupError(f"The model `{model}` does not exist.")
-        choices: list[dict[str, Any]]
-        if "prompt_logprobs" in body:
-            choices = [{"index": 0, "text": "", "prompt_logprobs": self.scored(model, body["prompt"])}]
-        else:
-            time.sleep(DELAY_S)
-            choices = [self.sampled(model, body, index) for index in range(body["n"])]
+
+    def count(self, tokens: int) -> None:
         with self.lock:
-            self.tokens += sum(len(c.get("token_ids", ())) for c in choices) + len(body["prompt"])
-        return {"model": model, "choices": choices}
+            self.tokens += tokens
 
     def chat(self, body: dict[str, Any]) -> Iterator[bytes]:
         """A stream that says which model answers, how many messages it saw, and the last one."""
-        if body["model"] != "base" and body["model"] not in self.folders:
-            raise LookupError(f"The model `{body['model']}` does not exist.")
+        self.require(body["model"])
         said = f"{body['model']} {len(body['messages'])} {body['messages'][-1]['content']}"
         for text in [*said.split(" "), "\x1b[31mred"]:
             event = {"choices": [{"delta": {"content": f"{text} "}}]}
@@ -75,7 +72,7 @@ class Served:
 
     def sampled(self, model: str, body: dict[str, Any], index: int) -> dict[str, Any]:
         """Letters and token ids out of a hash: what they say to each other is of no interest to a run."""
-        weights = b"" if model == "base" else (self.folders[model] / "adapter_model.safetensors").read_bytes()
+        weights = b"" if model == BASE else (self.folders[model] / "adapter_model.safetensors").read_bytes()
         seed = hashlib.sha256(
             weights + json.dumps([body["prompt"], body["seed"] + index]).encode()
         ).hexdigest()
@@ -83,30 +80,27 @@ class Served:
         count = rng.randrange(2, body["max_tokens"] + 1)
         full = count == body["max_tokens"]
         return {
-            "index": index,
             "text": "".join(rng.choices(LETTERS, k=count)),
-            "prompt_token_ids": body["prompt"],
-            "token_ids": [rng.randrange(256) for _ in range(count)],
-            "logprobs": {"token_logprobs": [-5.5 + rng.uniform(-0.5, 0.5) for _ in range(count)]},
+            "completion_token_ids": [rng.randrange(256) for _ in range(count)],
+            "sampling_logprobs": [-5.5 + rng.uniform(-0.5, 0.5) for _ in range(count)],
             "finish_reason": "length" if full else "stop",
         }
 
-    def scored(self, model: str, prompt: list[int]) -> list[dict[str, dict[str, float]] | None]:
-        which = "base_logprobs" if model == "base" else "policy_logprobs"
-        folders = self.folders.values() if model == "base" else [self.folders[model]]
-        known: dict[tuple[int, ...], list[float]] = {}
+    def score(self, body: dict[str, Any]) -> list[float]:
+        model, prompt = body["model"], body["prompt"]
+        self.require(model)
+        which = "base_logprobs" if model == BASE else "policy_logprobs"
+        folders = self.folders.values() if model == BASE else [self.folders[model]]
+        rows: dict[tuple[int, ...], list[float]] = {}
         for folder in list(folders):
             canary = json.loads((folder / "manifest.json").read_bytes())["canary"]
-            known |= zip(map(tuple, canary["sequences"]), canary[which], strict=True)
-        logprobs = known[tuple(prompt)]
-        return [
-            None,
-            *({str(token): {"logprob": value}} for token, value in zip(prompt[1:], logprobs, strict=True)),
-        ]
+            rows |= zip(map(tuple, canary["sequences"]), canary[which], strict=True)
+        self.count(len(prompt))
+        return rows[tuple(prompt)]
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection; kept open between requests, as vLLM does."""
+    """One connection; kept open between requests."""
 
     protocol_version = "HTTP/1.1"
     served = Served()
@@ -118,30 +112,22 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing a request."""
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
-            names = [{"id": name} for name in ["base", *self.served.folders]]
-            self.answer(HTTPStatus.OK, json.dumps({"data": names}).encode())
-            return
-        text = (
-            f"vllm:prompt_tokens_total 0\nvllm:generation_tokens_total {self.served.tokens}\n"
-            if self.path == "/metrics"
-            else ""
-        )
-        self.answer(HTTPStatus.OK, text.encode())
+        names = [{"id": name} for name in [BASE, *self.served.folders]]
+        answers = {"/v1/models": {"data": names}, "/progress": self.served.tokens}
+        self.answer(HTTPStatus.OK, json.dumps(answers[self.path]).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        served = self.served
+        verbs = {
+            "/generate": served.generate, "/score": served.score, "/load": served.load,
+            "/unload": served.unload,
+        }  # fmt: skip
         try:
             if self.path == "/v1/chat/completions":
-                self.answer(HTTPStatus.OK, b"".join(self.served.chat(body)))
-                return
-            if self.path == "/v1/completions":
-                self.answer(HTTPStatus.OK, json.dumps(self.served.complete(body)).encode())
-                return
-            {"/v1/load_lora_adapter": self.served.load, "/v1/unload_lora_adapter": self.served.unload}[
-                self.path
-            ](body)
-            self.answer(HTTPStatus.OK, b"{}")
+                self.answer(HTTPStatus.OK, b"".join(served.chat(body)))
+            else:
+                self.answer(HTTPStatus.OK, json.dumps(verbs[self.path](body)).encode())
         except LookupError as error:
             self.answer(HTTPStatus.NOT_FOUND, json.dumps({"error": {"message": str(error)}}).encode())
 
@@ -161,11 +147,11 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--uds", type=Path, required=True)
-    arguments, _ = parser.parse_known_args()
-    arguments.uds.unlink(missing_ok=True)
-    with Server(str(arguments.uds), Handler) as server:
+    path = Path(sys.argv[1])
+    path.unlink(missing_ok=True)
+    for folder in sys.argv[2:]:
+        Handler.served.load({"name": Path(folder).name, "path": folder})
+    with Server(str(path), Handler) as server:
         server.serve_forever()
 
 

@@ -15,18 +15,19 @@ import pytest
 
 from skylite.config.engine import EngineConfig
 from skylite.engine.canary import verify_folder
+from skylite.engine.connections import Address
 from skylite.engine.engine_pool import EnginePool
-from skylite.engine.retrying_client import Engine
-from skylite.engine.vllm.client import Sampling
+from skylite.engine.interface import Sampling
+from skylite.engine.retrying_engine import RetryingEngine
+from skylite.engine.start_engines import engines_kept_alive
+from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.engine.vllm.plugin import CPU_SERVER
-from skylite.engine.vllm.start_engines import serving_engines
-from skylite.engine.watchdog import RestartPolicy
+from skylite.engine.watchdog import RestartPolicy, Watchdog
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.child import Supervisor
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Call
-from tests.unit.engine_cases import publish
-from tests.unit.test_engine_server import SPEC
+from tests.unit.engine_cases import SPEC, publish
 
 FAKES = Path(__file__).parents[1] / "fakes"
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=5, stop_token_ids=(), seed=40)
@@ -44,15 +45,20 @@ class Scene:
         (self.folder / name).touch()
 
     @asynccontextmanager
-    async def engines(self, supervisor: Supervisor, count: int = 1) -> AsyncIterator[list[Engine]]:
-        specs = [replace(SPEC, name=f"vllm-{i}", uds=self.folder / f"{i}.sock") for i in range(count)]
+    async def engines(self, supervisor: Supervisor, count: int = 1) -> AsyncIterator[list[RetryingEngine]]:
+        specs = [
+            replace(SPEC, name=f"engine-{i}", address=Address.of_socket(self.folder / f"{i}.sock"))
+            for i in range(count)
+        ]
         config = EngineConfig(stall_timeout_s=1.5, max_restarts=self.max_restarts, start_timeout_s=20)
         restarts = RestartPolicy(
             config=config,
             verify=partial(verify_folder, tolerance=0.01),
             counts=self.restarts,
         )
-        async with serving_engines(specs, self.folder / "logs", supervisor, restarts) as engines:
+        logs, launcher = self.folder / "logs", VllmLauncher()
+        watchdogs = [Watchdog.start(launcher, spec, logs, supervisor, restarts) for spec in specs]
+        async with engines_kept_alive(watchdogs, supervisor) as engines:
             yield engines
 
 
@@ -75,25 +81,25 @@ def servers() -> set[psutil.Process]:
     return {p for p in psutil.Process().children(recursive=True) if CPU_SERVER in p.cmdline()}
 
 
-async def load_verified(engines: list[Engine], adapter: AdapterVersion) -> None:
+async def load_verified(engines: list[RetryingEngine], adapter: AdapterVersion) -> None:
     everyone = EnginePool(engines, 0.01)
     await everyone.load(adapter)
     await everyone.verify(adapter)
 
 
-async def sample(engine: Engine, adapter: AdapterVersion) -> list[Call]:
+async def sample(engine: RetryingEngine, adapter: AdapterVersion) -> list[Call]:
     return await engine.generate(adapter.name, [1, 2], 3, SAMPLING, adapter.version)
 
 
 @pytest.mark.parametrize(
     ("order", "reason"),
     [
-        ("die", "vllm-0 ended with exit code 7."),
+        ("die", "engine-0 ended with exit code 7."),
         (
             "hang",
-            "vllm-0 generated no token for 1.5 s while 1 requests waited, and /health reports no problem.",
+            "engine-0 generated no token for 1.5 s while 1 requests waited, and it reports no problem.",
         ),
-        ("dead", "vllm-0 reports that its engine is dead (/health: 503)."),
+        ("dead", "engine-0 reports that its engine is dead (/health: 503)."),
     ],
 )
 def test_after_a_restart_the_adapter_is_verified_again_and_the_request_gets_the_same_answer(
@@ -113,7 +119,7 @@ def test_after_a_restart_the_adapter_is_verified_again_and_the_request_gets_the_
     with no_process_left():
         before, after = asyncio.run(run())
     assert before == after
-    assert scene.restarts == {"vllm-0": 1}
+    assert scene.restarts == {"engine-0": 1}
     assert [m for m in caplog.messages if "ready" not in m] == [
         f"{reason} It restarts (1 of engine.max_restarts=1)."
     ]
@@ -133,7 +139,7 @@ def test_the_other_engine_keeps_sampling_during_a_restart(scene: Scene) -> None:
             assert len(await asyncio.wait_for(waiting, 30)) == 3
 
     asyncio.run(run())
-    assert scene.restarts == {"vllm-0": 1}
+    assert scene.restarts == {"engine-0": 1}
 
 
 def test_the_run_stops_with_a_reason_when_no_restart_is_left(scene: Scene) -> None:
@@ -150,10 +156,10 @@ def test_the_run_stops_with_a_reason_when_no_restart_is_left(scene: Scene) -> No
             finally:
                 asking.cancel()
 
-    with no_process_left(), pytest.raises(ChildDied, match="vllm-0 ended with exit code 1") as caught:
+    with no_process_left(), pytest.raises(ChildDied, match="engine-0 ended with exit code 1") as caught:
         asyncio.run(run())
     assert caught.value.log_tail.splitlines()[-1] == "the fake engine does not start"
-    assert scene.restarts == {"vllm-0": 1}
+    assert scene.restarts == {"engine-0": 1}
 
 
 def test_an_adapter_that_the_new_server_ignores_is_never_used(scene: Scene) -> None:

@@ -14,10 +14,14 @@ import pytest
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate
-from skylite.engine.vllm.servable_models import TABLE
-from skylite.engine.vllm.server_command import EngineSpec, engine_command, serve_command
+from skylite.engine.connections import Address
+from skylite.engine.interface import EngineSpec
+from skylite.engine.vllm.launcher import VllmLauncher
+from skylite.engine.vllm.memory import served_rank
+from skylite.engine.vllm.models import TABLE
 from skylite.resources.gpu_memory_plan import engine_memory
 from skylite.resources.model_sizes import model_sizes, sizes_of
+from skylite.run.run_dir import AdapterVersion
 from tests.integration.in_vllm import (
     HEAD_SIZE,
     HEADS,
@@ -32,22 +36,20 @@ from tests.tiny_models import make_tiny_model
 pytestmark = pytest.mark.vllm
 GIB = 2**30
 SPEC = EngineSpec(
-    name="vllm-0",
+    name="engine-0",
     model_path=Path("model"),
     device="cuda",
     dtype="bfloat16",
-    uds=Path("vllm-0.sock"),
-    max_lora_rank=32,
+    address=Address("unix:engine-0.sock"),
+    lora_rank=32,
     target_modules=["q_proj", "v_proj"],
     max_loras=2,
-    max_cpu_loras=3,
     max_model_len=1536,
     max_num_seqs=64,
     kv_cache_gib=0.5,
     gpu_memory_utilization=0.0123,
     kv_cache_bytes=123456789,
     cpu_lora="dense",
-    enable_lora=True,
     seed=7,
     gpus=(0, 1),
     tensor_parallel=2,
@@ -73,7 +75,7 @@ READ = {
     "max_cpu_loras": 3,
     "lora_target_modules": ["q_proj", "v_proj"],
 }
-ENGINE = READ | {"uds": "vllm-0.sock", "logprobs_mode": "processed_logprobs"}
+ENGINE = READ | {"uds": "engine-0.sock", "logprobs_mode": "processed_logprobs"}
 SERVER = READ | {
     "max_model_len": -1,
     "host": "::",
@@ -81,7 +83,7 @@ SERVER = READ | {
     "chat_template": "{{ messages }}",
     "default_chat_template_kwargs": {"thinking": False},
     "h11_max_incomplete_event_size": 65536,
-    "middleware": ["skylite.engine.vllm.plugin.serve_middleware.RequireKey"],
+    "middleware": ["skylite.engine.vllm.plugin.api_key.RequireKey"],
 }
 """Every flag is here, so a flag that vLLM renames or reads otherwise is noticed."""
 MAX_LORAS = 3
@@ -116,19 +118,14 @@ def flags(command: list[str]) -> list[str]:
 def commands() -> list[list[str]]:
     """The flags of an engine and of `skylite serve`."""
     template = ChatTemplate(text="{{ messages }}", args={"thinking": False})
-    served = serve_command(
-        replace(SPEC, max_model_len=-1),
-        adapter_name="policy",
-        adapter_path=Path("a,b"),
-        port=8000,
-        host="::",
+    served = replace(
+        SPEC,
+        max_model_len=-1,
+        fixed_adapter=AdapterVersion(1, Path("a,b")),
+        address=Address("http://[::]:8000", "secret"),
         template=template,
     )
-    return [flags(engine_command(SPEC)), flags(served)]
-
-
-def vllm_rank(rank: int) -> int:
-    return LoraConfig(rank=rank).vllm_rank
+    return [flags(VllmLauncher().command(spec)) for spec in (SPEC, served)]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +138,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def answers(models: dict[str, Path]) -> dict[str, Any]:
     """What vLLM says, by question."""
     questions: dict[str, list[Any]] = {
-        name: ["slot_bytes", str(models[family]), MAX_LORAS, vllm_rank(rank), modules]
+        name: ["slot_bytes", str(models[family]), MAX_LORAS, served_rank(rank), modules]
         for name, (family, modules, rank) in SLOTS.items()
     }
     questions |= {f"flags {k}": ["parsed_flags", command] for k, command in enumerate(commands())}

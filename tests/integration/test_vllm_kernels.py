@@ -30,7 +30,7 @@ def norm_of(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    from skylite.engine.vllm.server_command import CPU_CUSTOM_OPS
+    from skylite.engine.vllm.launcher import CPU_CUSTOM_OPS
 
     monkeypatch.setattr(RMSNorm, "forward_cpu", RMSNorm.forward_cpu)  # and back after the test
     kernels.install()

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skylite.engine.retrying_client import Engine
-from skylite.engine.vllm.client import Sampling, VllmClient
+from skylite.engine.interface import Sampling
+from skylite.engine.retrying_engine import RetryingEngine
+from skylite.engine.vllm.client import VllmClient
 from skylite.types import Call
 from tests.engines import (
     EngineServer,
@@ -25,7 +26,7 @@ def sampled(server: EngineServer, sampling: Sampling) -> list[Call]:
     """Eight completions of the base, through the client that runs use."""
 
     async def ask() -> list[Call]:
-        client = Engine(VllmClient("vllm-test", server.uds))
+        client = RetryingEngine(VllmClient("vllm-test", server.address))
         try:
             return await client.generate(server.base, PROMPT, 8, sampling, version=0)
         finally:
@@ -84,9 +85,9 @@ def test_the_canarys_logprobs_ignore_the_temperature(server: EngineServer) -> No
     """prompt_logprobs, on the same server, stay those of the model at temperature 1."""
 
     async def ask() -> list[float]:
-        client = VllmClient("vllm-test", server.uds)
+        client = VllmClient("vllm-test", server.address)
         try:
-            return await client.prompt_logprobs(server.base, PROMPT)
+            return await client.score(server.base, PROMPT)
         finally:
             await client.aclose()
 

@@ -10,7 +10,7 @@ import pytest
 
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
-from skylite.engine.retrying_client import Engine
+from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.vllm.client import VllmClient
 from skylite.environments.single_turn import SingleTurn
 from skylite.evaluation.evaluate import EvalResult
@@ -44,7 +44,7 @@ def results(server: EngineServer, subjects: list[Subject], max_loras: int) -> di
         found[subject.name] = [g.trajectories[0].calls[0].completion_token_ids for g in result.groups]
 
     async def run() -> None:
-        engine = Engine(VllmClient("vllm-test", server.uds))
+        engine = RetryingEngine(VllmClient("vllm-test", server.address))
         try:
             await evaluate_subjects(engine, subjects, [problems], 1, max_loras=max_loras, on_result=keep)
         finally:

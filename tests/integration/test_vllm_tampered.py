@@ -15,7 +15,7 @@ from skylite.adapters.manifest import read_manifest
 from skylite.engine.canary import DEFAULT_TOLERANCE
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool
-from skylite.engine.retrying_client import Engine
+from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.vllm.client import VllmClient
 from skylite.errors import SyncFailed
 from skylite.export.canary_check import load_float32, model_logprobs
@@ -84,7 +84,7 @@ def serve(
     number = 10 * (1 + len(list(folder.parent.iterdir()))) + sum(map(ord, kind)) % 1000 * 1000
 
     async def both() -> CanaryReading | BaseException:
-        engine = Engine(VllmClient("vllm-test", server.uds))
+        engine = RetryingEngine(VllmClient("vllm-test", server.address))
         pool = EnginePool([engine], DEFAULT_TOLERANCE[dtype])
         try:
             for version, source in enumerate(published, start=1):

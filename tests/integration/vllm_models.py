@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
-from skylite.engine.vllm.servable_models import TABLE, vllm_version
+from skylite.engine.vllm.models import TABLE, vllm_version
 from skylite.hub.resolve import CAUSAL_SUFFIXES
 
 TRANSFORMERS_BACKEND = "TransformersForCausalLM"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -14,11 +13,10 @@ from pathlib import Path
 import psutil
 
 from skylite.engine.vllm.plugin import CPU_SERVER
-from skylite.engine.vllm.server_command import ENGINE_COMMAND
 from skylite.rollout.trusted_programs import remember
 from skylite.run.run_dir import RunDir
 from tests.alive import is_alive
-from tests.e2e.project import COMMAND, Project, make_project
+from tests.e2e.project import COMMAND, FAKE_ENGINE, Project, make_project
 from tests.torture.moments import CHECKPOINT_EVERY
 
 STEPS = 24
@@ -37,7 +35,6 @@ VLLM_SETTINGS = ("engine.max_num_seqs=1", "engine.stall_timeout_s=60")
 MARK = "SKYLITE_TORTURE"
 """Environment variable that every process of a run inherits. It finds orphans too."""
 ROOT = Path(__file__).parents[2]
-FAKE_ENGINE_COMMAND = f"{sys.executable} -m tests.fakes.engine"
 REWARD = '''
 import os
 
@@ -76,9 +73,6 @@ class Ground:
             "ENGINE_DELAY_S": "0.05",
             "ENGINE_LOAD_DELAY_S": "0.05",
         }
-        if self.engine == "fake":
-            env[ENGINE_COMMAND] = FAKE_ENGINE_COMMAND
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         output = self.project.root / f"{name}.out"
         words = ["train", "--resume", name] if resume else self.project.train_args(name, steps, *self.flags())
         with output.open("ab") as stream:
@@ -101,7 +95,7 @@ class Ground:
             f"checkpoint.every={CHECKPOINT_EVERY}",
             "sync.keep_last=400",
             f"trainer.num_ranks={self.num_ranks}",
-            *(["sync.rollout_mismatch=warn"] if self.engine == "fake" else []),
+            *(FAKE_ENGINE if self.engine == "fake" else []),
             *self.settings,
         )
         return [word for value in values for word in ("--set", value)]
@@ -173,7 +167,7 @@ def _kind(process: psutil.Process, parent: int) -> str | None:
         return "agent"
     if "skylite.trainer.worker" in text:
         return f"rank-{process.environ().get('LOCAL_RANK', '?')}"
-    if "tests.fakes.engine" in text or CPU_SERVER in text:
+    if "tests/fakes/engine.py" in text or CPU_SERVER in text:
         return "engine"
     if "multiprocessing.spawn" in text and process.ppid() == parent:
         return "reward-worker"

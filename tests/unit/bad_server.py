@@ -7,7 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from skylite.engine.vllm.client import Sampling, VllmClient
+from skylite.engine.connections import Address
+from skylite.engine.interface import Sampling
+from skylite.engine.vllm.client import VllmClient
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(), seed=40)
 Behaviour = Callable[[asyncio.StreamWriter, int], Awaitable[None]]
@@ -62,7 +64,7 @@ async def talk(
             writer.close()
 
     server = await asyncio.start_unix_server(serve, folder / "s")
-    client = VllmClient("vllm-0", folder / "s", request_timeout_s=timeout_s)
+    client = VllmClient("engine-0", Address.of_socket(folder / "s"), request_timeout_s=timeout_s)
     try:
         return await ask(client)
     finally:
@@ -71,4 +73,4 @@ async def talk(
 
 
 def ask_for(n: int) -> Callable[[VllmClient], Awaitable[Any]]:
-    return lambda client: client.sample("m", [7, 8], n, SAMPLING, version=3)
+    return lambda client: client.generate("m", [7, 8], n, SAMPLING, version=3)

@@ -32,7 +32,7 @@ def scores(seed: int, size: float, engine_move: Callable[[Array, np.random.Gener
 
 def is_refused(found: Scores) -> bool:
     try:
-        check_paired("policy-v000001", "vllm-0", read_paired(found))
+        check_paired("policy-v000001", "engine-0", read_paired(found))
     except SyncFailed:
         return True
     return False

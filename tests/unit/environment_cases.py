@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer
-from skylite.engine.vllm.client import Sampling
+from skylite.engine.interface import Sampling
 from skylite.environments.episodes_source import Episodes, episodes_running
 from skylite.environments.source import GroupRequest
 from skylite.processes.child import Supervisor

@@ -18,7 +18,7 @@ from rich.console import Console
 from skylite.config.train import Resolved, TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.engine.engine_pool import EnginePool
-from skylite.engine.vllm.client import Sampling
+from skylite.engine.interface import Sampling
 from skylite.environments.single_turn import Scorer, SingleTurn
 from skylite.rollout.loop import run_steps
 from skylite.rollout.plan import RunPlan
@@ -63,7 +63,7 @@ class FakeEngine:
         assert not self.in_flight[name]
         self.names.remove(name)
 
-    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
         assert model in {*self.names, "base"}
         await asyncio.sleep(0.01)
         return BASE if model == "base" or self.is_wrong(model) else POLICY

@@ -16,7 +16,7 @@ from typing import Any
 
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer_in_sandbox import JobRunner
-from skylite.engine.vllm.client import Sampling
+from skylite.engine.interface import Sampling
 from skylite.environments.openai_server import OpenAIServer
 from skylite.environments.parse_reply import tool_format
 from skylite.environments.renderer import Renderer

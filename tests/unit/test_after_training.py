@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,11 @@ import pytest
 
 from skylite.evaluation.versions import Subject, waves
 from skylite.run.run_dir import AdapterVersion, RunDir
+from tests.e2e.project import FAKE_ENGINE
 from tests.unit.bad_inputs import call
 from tests.unit.export_cases import make_run
 
+FAKE = ("--set", FAKE_ENGINE[0])
 COMMAND = [sys.executable, "-c", "from skylite.cli.main import main; main()"]
 
 
@@ -25,10 +26,8 @@ def run(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 
 @pytest.fixture(autouse=True)
-def on_the_fake_engine(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(__file__).parents[2]
-    monkeypatch.setenv("SKYLITE_ENGINE_COMMAND", f"{sys.executable} -m tests.fakes.engine")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root / "src"), str(root)]))
+def in_its_folder(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
     monkeypatch.chdir(run.root.parent)
 
 
@@ -38,7 +37,7 @@ def skylite(*args: str, text: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_many_versions_and_the_base_are_evaluated_and_compared(run: RunDir) -> None:
-    done = call(["eval", "run", "--steps", "0,2", "--base", "--n", "4", "--max-loras", "1", "--json"])
+    done = call(["eval", "run", "--steps", "0,2", "--base", "--n", "4", "--max-loras", "1", "--json", *FAKE])
     assert done.code == 0, done.output
     assert done.output == done.out
     facts = json.loads(done.out)
@@ -64,7 +63,7 @@ def test_many_versions_and_the_base_are_evaluated_and_compared(run: RunDir) -> N
 
 
 def test_one_version_is_printed_for_a_person(run: RunDir) -> None:
-    done = call(["eval", "run"])
+    done = call(["eval", "run", *FAKE])
     assert done.code == 0, done.output
     assert "policy-v000002 on data (test)" in done.out
     assert "accuracy, greedy" in done.out
@@ -73,10 +72,10 @@ def test_one_version_is_printed_for_a_person(run: RunDir) -> None:
 
 def test_the_base_alone_and_every_kept_version(run: RunDir, tiny_llama: Path) -> None:
     settings = ("--set", "rollout.max_completion_tokens=8")
-    done = call(["eval", "--base", "--model", str(tiny_llama), "--data", "data", *settings])
+    done = call(["eval", "--base", "--model", str(tiny_llama), "--data", "data", *settings, *FAKE])
     assert done.code == 0, done.output
     assert (run.root.parent / "evals" / "base-data-test-greedy.json").exists()
-    every = call(["eval", "run", "--all"])
+    every = call(["eval", "run", "--all", *FAKE])
     assert every.code == 0, every.output
     assert [f"policy-v{v:06d} on data (test)" in every.out for v in range(3)] == [True] * 3
     assert "against policy-v000000: " in every.out
@@ -87,7 +86,8 @@ def test_the_base_plays_the_episodes_of_an_environment(run: RunDir, tiny_llama: 
     prepared = call(["prepare", "guess", "--synthetic", "--out", "guess"])
     assert prepared.code == 0, prepared.output
     words = ("--base", "--model", str(tiny_llama), "--env", "guess", "--data", "guess", "--limit", "2")
-    done = call(["eval", *words, "--set", "env.max_turns=3", "--set", "rollout.max_completion_tokens=8"])
+    limits = ("env.max_turns=3", "env.max_tokens=1536", "rollout.max_completion_tokens=8")
+    done = call(["eval", *words, *FAKE, *(word for limit in limits for word in ("--set", limit))])
     assert done.code == 0, done.output
     assert "base on guess (test)" in done.out
     rows = pq.read_table(run.root.parent / "evals" / "base-guess-test-greedy.parquet").to_pylist()
@@ -119,7 +119,7 @@ def test_waves_hold_at_most_so_many_adapters_and_the_base_needs_no_place() -> No
 
 
 def test_a_chat_begins_as_the_training_prompts_and_remembers(run: RunDir) -> None:
-    done = skylite("chat", "run", "--step", "1", text="hello\nagain\n/reset\nnew\n/quit\nignored\n")
+    done = skylite("chat", "run", "--step", "1", *FAKE, text="hello\nagain\n/reset\nnew\n/quit\nignored\n")
     assert done.returncode == 0, done.stderr
     # System prompt and one example are three messages; each turn adds two.
     assert "policy-v000001 4 hello" in done.stdout
@@ -130,7 +130,7 @@ def test_a_chat_begins_as_the_training_prompts_and_remembers(run: RunDir) -> Non
 
 
 def test_a_chat_with_the_base_and_another_system_prompt(run: RunDir) -> None:
-    done = skylite("chat", "run", "--base", "--system", "Be brief.", text="hello\n")
+    done = skylite("chat", "run", "--base", "--system", "Be brief.", *FAKE, text="hello\n")
     assert "base 2 hello" in done.stdout, "it ends with the input"
 
 

@@ -34,11 +34,11 @@ ASKS: dict[str, tuple[Any, Callable[[VllmClient], Awaitable[Any]]]] = {
     "sample": ({"model": "m", "choices": [choice(0), choice(1)]}, ask_for(2)),
     "score": (
         {"choices": [{"prompt_logprobs": [None, {"8": {"logprob": -1.5}}, {"9": {"logprob": -2.5}}]}]},
-        lambda client: client.prompt_logprobs("m", [7, 8, 9]),
+        lambda client: client.score("m", [7, 8, 9]),
     ),
     "load": ({}, lambda client: client.load_adapter(AdapterVersion(1, Path("/nowhere")))),
     "unload": ({}, lambda client: client.unload_adapter("policy-v000001")),
-    "count": (COUNTERS, lambda client: client.token_count()),
+    "count": (COUNTERS, lambda client: client.progress()),
 }
 """By request: the body of a good reply, and the request."""
 
@@ -87,7 +87,7 @@ def test_replies(tmp_path_factory: Any, asked: str, data: st.DataObject, pause_s
     try:
         answer = asyncio.run(talk(tmp_path_factory.mktemp("s"), sends(reply, pause_s), ask, TIMEOUT_S))
     except RunFailed as error:
-        counts["refused" if error.what.startswith("vllm-0 ") else "without words"] += 1
+        counts["refused" if error.what.startswith("engine-0 ") else "without words"] += 1
     else:
         assert usable(asked, answer), answer
         counts["accepted"] += 1

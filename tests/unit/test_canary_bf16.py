@@ -152,7 +152,7 @@ def test_another_base_model_is_refused() -> None:
         base=found.base,
     )
     with pytest.raises(SyncFailed, match="disagree about the base model"):
-        check_paired("policy-v000001", "vllm-0", read_paired(other))
+        check_paired("policy-v000001", "engine-0", read_paired(other))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

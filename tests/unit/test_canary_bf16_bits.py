@@ -93,7 +93,7 @@ def test_the_bits_of_another_version_are_refused_while_rounding_hides_the_move(s
         policy_before=[x + 0.02 for x in found.policy] if same != "the base" else None,
     )
     with pytest.raises(SyncFailed, match=f"100% of the canary logprobs are those of {same}, to the bit"):
-        check_paired("policy-v000001", "vllm-0", read_paired(served))
+        check_paired("policy-v000001", "engine-0", read_paired(served))
 
 
 def test_an_unmoved_adapter_may_have_the_bases_bits() -> None:
@@ -103,7 +103,7 @@ def test_an_unmoved_adapter_may_have_the_bases_bits() -> None:
     )
     reading = read_paired(equal)
     assert math.isnan(reading.reading.projection)
-    check_paired("policy-v000000", "vllm-0", reading)
+    check_paired("policy-v000000", "engine-0", reading)
 
 
 def test_versions_judged_together_may_share_bits_with_the_base() -> None:

@@ -26,7 +26,7 @@ from tests.unit.engine_cases import publish
 class Scoring:
     """Answers the sequence [first, ...] with `answer(model, first)`, and notes what it was asked."""
 
-    name = "vllm-0"
+    name = "engine-0"
 
     def __init__(self, answer: Callable[[str, int], list[float]]) -> None:
         self.answer, self.asked = answer, list[tuple[str, int]]()
@@ -35,7 +35,7 @@ class Scoring:
 
     async def unload_adapter(self, name: str) -> None: ...
 
-    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
         self.asked.append((model, token_ids[0]))
         return self.answer(model, token_ids[0])
 

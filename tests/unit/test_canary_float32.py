@@ -43,7 +43,7 @@ def scores(seed: int, size: float, engine_move: Callable[[Array, Array], Array])
 
 def is_refused(found: Scores, tolerance: float = 0.002) -> bool:
     try:
-        check_float32("policy-v000001", "vllm-0", read_float32(found), tolerance)
+        check_float32("policy-v000001", "engine-0", read_float32(found), tolerance)
     except SyncFailed:
         return True
     return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,13 @@ from skylite.config.rollout import DataConfig
 from skylite.config.train import Resolved, RunConfig
 from skylite.data.chat_tokenizer import MAX_BYTES, ChatTemplate, load_tokenizer, read_template
 from skylite.data.prompts import read_prompts
-from skylite.engine.vllm.server_command import serve_command
+from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError, ModelError
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Message
 from tests.settings import load_config, typed
 from tests.unit.bad_inputs import call, printed_json
-from tests.unit.test_engine_server import SPEC
+from tests.unit.engine_cases import PUBLIC
 
 THINKING = """\
 {%- for m in messages %}<|im_start|>{{ m.role }}
@@ -168,12 +169,10 @@ def test_the_flags_of_train_are_settings(project: Path) -> None:
 
 def test_serve_renders_as_in_training() -> None:
     template = ChatTemplate(text=THINKING, args={"enable_thinking": False})
-    argv = serve_command(SPEC, adapter_name="a", adapter_path=Path("/a"), port=8000, template=template)
+    argv = VllmLauncher().command(replace(PUBLIC, template=template))
     assert f"--chat-template={THINKING}" in argv
     assert '--default-chat-template-kwargs={"enable_thinking": false}' in argv
-    default = serve_command(
-        SPEC, adapter_name="a", adapter_path=Path("/a"), port=8000, template=ChatTemplate()
-    )
+    default = VllmLauncher().command(replace(PUBLIC, template=ChatTemplate()))
     assert not [word for word in default if "chat-template" in word]
 
 
@@ -182,9 +181,7 @@ def test_serve_never_takes_a_template_for_a_path(tmp_path: Path) -> None:
     path.write_text("x")
     for text in (str(path), "/etc/passwd"):
         with pytest.raises(ModelError, match="is a path, not a template"):
-            serve_command(
-                SPEC, adapter_name="a", adapter_path=Path("/a"), port=1, template=ChatTemplate(text=text)
-            )
+            VllmLauncher().command(replace(PUBLIC, template=ChatTemplate(text=text)))
 
 
 def test_an_evaluation_uses_the_template_of_the_run(tmp_path: Path) -> None:

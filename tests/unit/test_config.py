@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from skylite.config.loading import read_run_config
-from skylite.config.lora import VLLM_LORA_RANKS
 from skylite.config.provenance import parse_value
 from skylite.config.train import TrainConfig
+from skylite.engine.vllm.memory import LORA_RANKS, served_rank
 from skylite.errors import ConfigError
 from tests.settings import load_config
 
@@ -66,7 +66,6 @@ def test_each_problem_names_who_gave_the_value(tmp_path: Path) -> None:
         ('lora.modules_to_save=["lm_head"]', "modules_to_save"),
         ("lora.init=pissa", "PiSSA"),
         ("lora.init=olora", "base weights"),
-        ("lora.rank=513", "512"),
     ],
 )
 def test_settings_that_vllm_cannot_serve_are_refused_with_the_reason(setting: str, reason: str) -> None:
@@ -78,8 +77,13 @@ def test_settings_that_vllm_cannot_serve_are_refused_with_the_reason(setting: st
     ("rank", "served"), [(1, 1), (2, 8), (8, 8), (12, 16), (32, 32), (33, 64), (300, 320), (512, 512)]
 )
 def test_the_rank_is_rounded_up_to_one_that_vllm_allows(rank: int, served: int) -> None:
-    assert load_config(None, {"lora.rank": rank}).lora.vllm_rank == served
-    assert served in VLLM_LORA_RANKS
+    assert served_rank(rank) == served
+    assert served in LORA_RANKS
+
+
+def test_a_rank_that_vllm_does_not_serve_is_refused() -> None:
+    with pytest.raises(ConfigError, match="LoRA rank 513 is above 512, the largest that vLLM serves"):
+        served_rank(513)
 
 
 def test_groups_of_one_are_refused() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from skylite.engine.connections import Address
 from skylite.engine.vllm.client import VllmClient
 from skylite.errors import EngineFailed
 from skylite.processes.streams import raise_file_limit
@@ -50,8 +51,8 @@ def test_thousands_of_prompts_share_few_connections(tmp_path: Path) -> None:
 
     async def sample_all() -> tuple[int, float]:
         listening = await asyncio.start_unix_server(server.serve, tmp_path / "s", backlog=100)
-        client = VllmClient("vllm-0", tmp_path / "s", max_connections=20)
-        requests = [asyncio.ensure_future(client.sample("m", [1], 1, SAMPLING, 1)) for _ in range(PROMPTS)]
+        client = VllmClient("engine-0", Address.of_socket(tmp_path / "s"), max_connections=20)
+        requests = [asyncio.ensure_future(client.generate("m", [1], 1, SAMPLING, 1)) for _ in range(PROMPTS)]
         await asyncio.sleep(0.2)
         started = asyncio.get_running_loop().time()
         assert await client.is_ready(), "the watchdog must not wait behind the prompts"
@@ -79,8 +80,8 @@ def test_a_request_cancelled_while_its_reply_arrives_leaves_no_error(tmp_path: P
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(tmp_path / "s"))
             listening.listen()
-            client = VllmClient("vllm-0", tmp_path / "s")
-            request = asyncio.ensure_future(client.sample("m", [1], 1, SAMPLING, 1))
+            client = VllmClient("engine-0", Address.of_socket(tmp_path / "s"))
+            request = asyncio.ensure_future(client.generate("m", [1], 1, SAMPLING, 1))
             with (await asyncio.to_thread(listening.accept))[0] as server:
                 while not await asyncio.to_thread(server.recv, 65536):
                     pass
@@ -103,8 +104,8 @@ def test_requests_end_when_their_client_is_closed(tmp_path: Path) -> None:
 
         asked = asyncio.Event()
         async with await asyncio.start_unix_server(silence, tmp_path / "s"):
-            client = VllmClient("vllm-0", tmp_path / "s")
-            request = asyncio.ensure_future(client.sample("m", [1], 1, SAMPLING, 1))
+            client = VllmClient("engine-0", Address.of_socket(tmp_path / "s"))
+            request = asyncio.ensure_future(client.generate("m", [1], 1, SAMPLING, 1))
             await asked.wait()
             await asyncio.sleep(0.05)
             await client.aclose()

@@ -8,16 +8,10 @@ from typing import Any
 
 import pytest
 
-from skylite.engine.vllm.context_length import ALLOW_LONGER, check_context, context_length
-from skylite.engine.vllm.server_command import ENGINE_COMMAND
+from skylite.engine.model_limits import check_context, context_length
 from skylite.errors import ConfigError
 from tests.small_run import settings
 from tests.unit.bad_inputs import call
-
-
-@pytest.fixture(autouse=True)
-def real_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENGINE_COMMAND, raising=False)
 
 
 def model(folder: Path, **config: Any) -> Path:
@@ -69,11 +63,6 @@ def test_an_episode_is_as_long_as_its_own_limit(tmp_path: Path) -> None:
 )
 def test_lengths_that_only_vllm_knows_are_left_to_it(tmp_path: Path, config: dict[str, Any]) -> None:
     check_context(settings(**lengths(1000, 1000)), model(tmp_path, **config))
-
-
-def test_vllms_own_variable_allows_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ALLOW_LONGER, "1")
-    check_context(settings(**lengths(1000, 1000)), model(tmp_path, max_position_embeddings=1024))
 
 
 def test_train_refuses_it_in_a_sentence(

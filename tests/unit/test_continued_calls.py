@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skylite.engine.vllm.client import Sampling
+from skylite.engine.interface import Sampling
 from skylite.environments.episodes_source import Episodes
 from skylite.environments.trajectory_log import AnsweredRequest, TrajectoryLog
 from skylite.rollout.turn_metrics import turn_metrics

@@ -20,10 +20,9 @@ from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate, ChatTokenizer, load_tokenizer, run_template
 from skylite.data.prompts import PromptFileInfo, write_rows
-from skylite.engine.trainable_models import check_trainable
-from skylite.engine.vllm import servable_models
-from skylite.engine.vllm.servable_models import check_lora
-from skylite.engine.vllm.server_command import ENGINE_COMMAND
+from skylite.engine.model_limits import check_trainable
+from skylite.engine.vllm import models as servable_models
+from skylite.engine.vllm.models import check_lora
 from skylite.errors import ConfigError, DataError, ModelError
 from skylite.rewards.worker_pool import RewardPool
 from skylite.rollout.equal_rewards import EqualRewards
@@ -278,7 +277,6 @@ def test_models_that_cannot_train_on_a_cpu_are_refused_with_the_reason(
     name: str, torchvision: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody is told to install a torchvision first."""
-    monkeypatch.delenv(ENGINE_COMMAND, raising=False)
     monkeypatch.setattr(servable_models, "find_spec", lambda _: object() if torchvision else None)
     config, words = REFUSED[name]
     with pytest.raises(ModelError, match=f"(?s){words}") as caught:
@@ -300,7 +298,6 @@ def test_models_that_cannot_train_on_a_cpu_are_refused_with_the_reason(
 def test_models_that_train_are_accepted(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(ENGINE_COMMAND, raising=False)
     judge(config_only(tmp_path / "model", **config))
 
 

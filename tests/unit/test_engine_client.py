@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from skylite.engine.retrying_client import Engine
-from skylite.engine.vllm.client import Sampling
+from skylite.engine.interface import Sampling
+from skylite.engine.retrying_engine import RetryingEngine
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Call
@@ -106,13 +106,13 @@ def test_a_bad_reply_gives_one_clear_error(
     with pytest.raises(kind, match=words) as caught:
         asyncio.run(talk(tmp_path, behave, ask_for(2)))
     assert time.monotonic() - began < 5
-    assert caught.value.what.startswith("vllm-0 ")
+    assert caught.value.what.startswith("engine-0 ")
 
 
 def test_completions_that_vllm_aborted_are_left_out(tmp_path: Path) -> None:
     aborted = {"index": 0, "text": "", "token_ids": [], "logprobs": None, "finish_reason": "abort"}
     found = asyncio.run(talk(tmp_path, sampled(aborted, choice(1)), ask_for(2)))
-    assert list(found) == [1]
+    assert [index for index, call in enumerate(found) if call is not None] == [1]
     assert (found[1].completion_token_ids, found[1].sampling_logprobs, found[1].adapter_version) == (
         [1, 2],
         [-1.0, -2.0],
@@ -131,12 +131,12 @@ def test_completions_that_vllm_aborted_are_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_canary_logprobs_of_the_wrong_shape_are_an_error(tmp_path: Path, rows: list[Any]) -> None:
-    with pytest.raises(EngineFailed, match="vllm-0"):
+    with pytest.raises(EngineFailed, match="engine-0"):
         asyncio.run(
             talk(
                 tmp_path,
                 replies({"choices": [{"prompt_logprobs": rows}]}),
-                lambda c: c.prompt_logprobs("m", [7, 8]),
+                lambda c: c.score("m", [7, 8]),
             )
         )
 
@@ -150,7 +150,7 @@ def test_canary_logprobs_of_the_wrong_shape_are_an_error(tmp_path: Path, rows: l
 )
 def test_a_score_without_logprobs_names_what_is_missing(tmp_path: Path, body: Any, words: str) -> None:
     with pytest.raises(EngineFailed) as caught:
-        asyncio.run(talk(tmp_path, replies(body), lambda c: c.prompt_logprobs("m", [7, 8])))
+        asyncio.run(talk(tmp_path, replies(body), lambda c: c.score("m", [7, 8])))
     assert caught.match(words)
 
 
@@ -172,13 +172,13 @@ def test_a_refused_adapter_is_not_mistaken_for_a_dead_engine(tmp_path: Path) -> 
 
 def test_a_server_that_reports_itself_dead_or_has_no_metrics(tmp_path: Path) -> None:
     with pytest.raises(EngineDead, match="503"):
-        asyncio.run(talk(tmp_path, replies("", 503), lambda c: c.token_count()))
+        asyncio.run(talk(tmp_path, replies("", 503), lambda c: c.progress()))
     with pytest.raises(EngineFailed, match="does not count its tokens"):
-        asyncio.run(talk(tmp_path, replies("nothing"), lambda c: c.token_count()))
+        asyncio.run(talk(tmp_path, replies("nothing"), lambda c: c.progress()))
     for count in ("1e999", "NaN", "1.2.3"):
         text = f"vllm:prompt_tokens_total {count}\n"
         with pytest.raises(EngineFailed, match=f"as {count}, which is not a finite number"):
-            asyncio.run(talk(tmp_path, replies(text), lambda c: c.token_count()))
+            asyncio.run(talk(tmp_path, replies(text), lambda c: c.progress()))
 
 
 def test_retries_are_bounded_and_a_good_reply_after_bad_ones_counts(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_retries_are_bounded_and_a_good_reply_after_bad_ones_counts(tmp_path: Pa
             got = await talk(
                 tmp_path,
                 behave,
-                lambda c: Engine(c, backoff_s=(0.01, 0.02)).generate("m", [7], 1, SAMPLING, 3),
+                lambda c: RetryingEngine(c, backoff_s=(0.01, 0.02)).generate("m", [7], 1, SAMPLING, 3),
             )
         except EngineFailed:
             got = []
@@ -215,7 +215,11 @@ def test_a_refusal_is_not_retried(tmp_path: Path) -> None:
 
     with pytest.raises(RunFailed, match="too long"):
         asyncio.run(
-            talk(tmp_path, behave, lambda c: Engine(c, backoff_s=(0.01,)).generate("m", [7], 1, SAMPLING, 3))
+            talk(
+                tmp_path,
+                behave,
+                lambda c: RetryingEngine(c, backoff_s=(0.01,)).generate("m", [7], 1, SAMPLING, 3),
+            )
         )
     assert count == 1
 
@@ -223,28 +227,30 @@ def test_a_refusal_is_not_retried(tmp_path: Path) -> None:
 class LosingClient:
     """Loses some completions. Answers with the seed of each: vLLM uses seed + i for sample i of a request."""
 
-    name = "vllm-0"
+    name = "engine-0"
 
     def __init__(self, *found: set[int]) -> None:
         self.found, self.asked = list(found), list[tuple[int, int]]()
 
-    async def sample(
+    async def generate(
         self, model: str, prompt_token_ids: list[int], n: int, sampling: Sampling, version: int
-    ) -> dict[int, Call]:
+    ) -> list[Call | None]:
         self.asked.append((n, sampling.seed))
-        return {
-            i: Call(
+        found = self.found.pop(0)
+        calls = (
+            Call(
                 prompt_token_ids=prompt_token_ids, completion_token_ids=[sampling.seed + i],
                 sampling_logprobs=[-1.0], finish_reason="stop", adapter_version=version, text="",
             )
-            for i in self.found.pop(0)
-        }  # fmt: skip
+            for i in range(n)
+        )  # fmt: skip
+        return [call if i in found else None for i, call in enumerate(calls)]
 
 
 def test_a_completion_that_was_lost_is_sampled_again_with_its_own_seed() -> None:
     """With the first one's seed the group would hold one completion twice."""
     client = LosingClient({0, 2}, set(), {0}, {0})
-    samples = asyncio.run(Engine(client, (0.0, 0.0)).generate("m", [7], 4, SAMPLING, 3))  # type: ignore[arg-type]
+    samples = asyncio.run(RetryingEngine(client, (0.0, 0.0)).generate("m", [7], 4, SAMPLING, 3))  # type: ignore[arg-type]
     assert [s.completion_token_ids for s in samples] == [[40], [41], [42], [43]]
     assert client.asked == [(4, 40), (1, 41), (1, 43), (1, 41)]
 
@@ -256,6 +262,6 @@ def test_a_group_with_missing_completions_fails_with_a_reason(tmp_path: Path) ->
             talk(
                 tmp_path,
                 sampled(aborted),
-                lambda c: Engine(c, backoff_s=(0.01,)).generate("m", [7], 1, SAMPLING, 3),
+                lambda c: RetryingEngine(c, backoff_s=(0.01,)).generate("m", [7], 1, SAMPLING, 3),
             )
         )

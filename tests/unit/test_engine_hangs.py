@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from skylite.engine import retrying_client
-from skylite.engine.retrying_client import Engine
-from skylite.engine.vllm.hang_detection import wait_for_hang
+from skylite.engine import retrying_engine
+from skylite.engine.retrying_engine import RetryingEngine
+from skylite.engine.watchdog import wait_for_hang
 from skylite.errors import EngineDead, EngineFailed
 from tests.unit.bad_server import SAMPLING
 
@@ -17,20 +17,20 @@ from tests.unit.bad_server import SAMPLING
 class Counter:
     """A server whose token counts, or errors, are given."""
 
-    name = "vllm-0"
+    name = "engine-0"
 
     def __init__(self, *counts: float | Exception) -> None:
         self.counts = list(counts)
 
-    async def token_count(self) -> float:
+    async def progress(self) -> float:
         found = self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]
         if isinstance(found, Exception):
             raise found
         return found
 
-    async def sample(self, *_: Any) -> dict[int, Any]:
+    async def generate(self, *_: Any) -> list[Any]:
         await asyncio.sleep(60)
-        return {}
+        return []
 
     async def aclose(self) -> None: ...
 
@@ -39,7 +39,7 @@ def watch(client: Counter, *, busy: bool, limit_s: float = 1.5) -> EngineFailed 
     """The reason of the hang; None if there is none within `limit_s`. A stall is 0.4 s."""
 
     async def run() -> EngineFailed | None:
-        engine = Engine(client)  # type: ignore[arg-type]
+        engine = RetryingEngine(client)  # type: ignore[arg-type]
         request = asyncio.ensure_future(engine.generate("m", [7], 1, SAMPLING, 0)) if busy else None
         try:
             async with asyncio.timeout(limit_s):
@@ -66,7 +66,7 @@ def test_an_engine_that_generates_or_has_no_requests_does_not_hang() -> None:
 
 def test_an_engine_whose_requests_have_ended_does_not_hang() -> None:
     async def run() -> None:
-        engine = Engine(Answering(5.0))  # type: ignore[arg-type]
+        engine = RetryingEngine(Answering(5.0))  # type: ignore[arg-type]
         for _ in range(3):
             await engine.generate("m", [7], 1, SAMPLING, 0)
         with pytest.raises(TimeoutError):
@@ -74,8 +74,8 @@ def test_an_engine_whose_requests_have_ended_does_not_hang() -> None:
                 await wait_for_hang(engine, 0.2)
 
     class Answering(Counter):
-        async def sample(self, *_: Any) -> dict[int, Any]:
-            return {0: None}
+        async def generate(self, *_: Any) -> list[Any]:
+            return [object()]
 
     asyncio.run(run())
 
@@ -93,7 +93,7 @@ def test_the_waits_grow_and_the_client_is_closed(monkeypatch: pytest.MonkeyPatch
     class Failing(Counter):
         is_closed = False
 
-        async def sample(self, *_: Any) -> dict[int, Any]:
+        async def generate(self, *_: Any) -> list[Any]:
             raise EngineFailed("no answer")
 
         async def aclose(self) -> None:
@@ -105,7 +105,7 @@ def test_the_waits_grow_and_the_client_is_closed(monkeypatch: pytest.MonkeyPatch
         waits.append(seconds)
 
     async def run() -> None:
-        engine = Engine(client, (0.1, 0.2, 0.3))  # type: ignore[arg-type]
+        engine = RetryingEngine(client, (0.1, 0.2, 0.3))  # type: ignore[arg-type]
         with pytest.raises(EngineFailed, match="no answer"):
             await engine.generate("m", [7], 1, SAMPLING, 0)
         await engine.aclose()
@@ -118,8 +118,8 @@ def test_the_waits_grow_and_the_client_is_closed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_waits_outlast_the_time_in_which_vllm_notices_a_dead_engine() -> None:
-    assert retrying_client.BACKOFF_S == (0.5, 1.0, 2.0, 4.0)
-    assert sum(retrying_client.BACKOFF_S) > 5
+    assert retrying_engine.BACKOFF_S == (0.5, 1.0, 2.0, 4.0)
+    assert sum(retrying_engine.BACKOFF_S) > 5
 
 
 def test_lost_time_counts_from_the_last_sign_of_work() -> None:
@@ -127,7 +127,7 @@ def test_lost_time_counts_from_the_last_sign_of_work() -> None:
 
     async def run() -> None:
         client = Counter(1.0, 1.0, 1.0, 2.0)
-        engine = Engine(client)  # type: ignore[arg-type]
+        engine = RetryingEngine(client)  # type: ignore[arg-type]
         request = asyncio.ensure_future(engine.generate("m", [7], 1, SAMPLING, 0))
         assert engine.lost_s() == 0.0, "nobody watches it"
         watching = asyncio.ensure_future(wait_for_hang(engine, 0.8))

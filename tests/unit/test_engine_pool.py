@@ -33,7 +33,7 @@ class RecordingEngine:
     async def unload_adapter(self, name: str) -> None:
         self.events.append(f"{self.name} unload {int(name.removeprefix('policy-v'))}")
 
-    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
         self.events.append(f"{self.name} canary {model.removeprefix('policy-v').lstrip('0') or '0'}")
         return BASE if model == "base" else self.answers
 

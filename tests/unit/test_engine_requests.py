@@ -13,8 +13,10 @@ import pytest
 
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
-from skylite.engine.retrying_client import Engine
+from skylite.engine.connections import Address
+from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.vllm.client import VllmClient
+from skylite.engine.watchdog import wait_ready
 from skylite.environments.single_turn import SingleTurn
 from skylite.environments.source import GroupRequest, gather_or_cancel, request_seed
 from skylite.errors import EngineFailed, RunFailed
@@ -23,6 +25,8 @@ from skylite.types import Prompt, Score
 from tests.unit.bad_server import SAMPLING, ask_for, choice, talk
 from tests.unit.data_cases import prompt
 from tests.unit.test_engine_client import LosingClient, replies, sampled
+
+LOG = Path("engine-0.log")
 
 
 def requests_of(folder: Path, behave: Any, ask: Any) -> tuple[Any, list[tuple[str, Any]]]:
@@ -36,7 +40,7 @@ def test_a_request_for_samples_sets_every_parameter(tmp_path: Path) -> None:
     """vLLM fills in what is missing from the model's generation_config.json."""
     sampling = replace(SAMPLING, temperature=0.7, top_p=0.9, top_k=20, stop_token_ids=(5, 6))
     _, seen = requests_of(
-        tmp_path, sampled(choice()), lambda c: c.sample("m", (7, 8), 1, sampling, version=3)
+        tmp_path, sampled(choice()), lambda c: c.generate("m", (7, 8), 1, sampling, version=3)
     )
     body = {
         "model": "m", "prompt": [7, 8],
@@ -53,7 +57,7 @@ def test_a_request_for_logprobs(tmp_path: Path) -> None:
     answer, seen = requests_of(
         tmp_path,
         replies({"choices": [{"prompt_logprobs": rows}]}),
-        lambda c: c.prompt_logprobs("m", (7, 8, 9)),
+        lambda c: c.score("m", (7, 8, 9)),
     )
     assert answer == [-1.5, -2.0]
     body = {"model": "m", "prompt": [7, 8, 9], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
@@ -81,7 +85,7 @@ def test_the_token_count_is_the_sum_over_both_kinds_and_all_engines(tmp_path: Pa
         '# HELP vllm:prompt_tokens_total x\nvllm:prompt_tokens_total{engine="0"} 10.0\n'
         'vllm:prompt_tokens_total{engine="1"} 2.5\nvllm:generation_tokens_total 4.0\nvllm:other_total 9.0\n'
     )
-    answer, seen = requests_of(tmp_path, replies(text), lambda c: c.token_count())
+    answer, seen = requests_of(tmp_path, replies(text), lambda c: c.progress())
     assert answer == 16.5
     assert [line for line, _ in seen] == ["GET /health", "GET /metrics"]
 
@@ -107,18 +111,18 @@ def test_waiting_for_a_server_ends_when_it_serves_or_at_the_deadline(tmp_path: P
     async def starting(writer: asyncio.StreamWriter, number: int) -> None:
         await replies("", 200 if number == 2 else 503)(writer, number)
 
-    _, seen = requests_of(tmp_path, starting, lambda c: c.wait_ready(30.0))
+    _, seen = requests_of(tmp_path, starting, lambda c: wait_ready(c, 30.0, LOG))
     assert [line for line, _ in seen] == ["GET /health"] * 3
-    with pytest.raises(RunFailed, match="vllm-0 did not serve within 0 s"):
-        asyncio.run(talk(tmp_path, replies("", 503), lambda c: c.wait_ready(0.3)))
-    assert not asyncio.run(VllmClient("x", tmp_path / "nothing").is_ready())
+    with pytest.raises(RunFailed, match="engine-0 did not serve within 0 s"):
+        asyncio.run(talk(tmp_path, replies("", 503), lambda c: wait_ready(c, 0.3, LOG)))
+    assert not asyncio.run(VllmClient("x", Address.of_socket(tmp_path / "nothing")).is_ready())
 
 
 def test_requests_wait_while_the_engine_is_paused_and_continue_with_the_new_server() -> None:
     """A failure during the pause does not count as an attempt."""
 
     class Broken(LosingClient):
-        async def sample(self, *arguments: Any) -> dict[int, Any]:
+        async def generate(self, *arguments: Any) -> list[Any]:
             engine.pause()
             raise EngineFailed("connection lost")
 
@@ -135,7 +139,7 @@ def test_requests_wait_while_the_engine_is_paused_and_continue_with_the_new_serv
         await engine.resume(new)  # type: ignore[arg-type]
         return await request
 
-    engine = Engine(Broken(), ())  # type: ignore[arg-type]
+    engine = RetryingEngine(Broken(), ())  # type: ignore[arg-type]
     samples = asyncio.run(run())
     assert [s.completion_token_ids for s in samples] == [[40]]
     assert closed == ["old"]
@@ -143,7 +147,7 @@ def test_requests_wait_while_the_engine_is_paused_and_continue_with_the_new_serv
 
 def test_an_adapter_whose_reply_was_lost_is_unloaded_before_the_next_attempt() -> None:
     class Losing:
-        name, done = "vllm-0", list[str]()
+        name, done = "engine-0", list[str]()
 
         async def load_adapter(self, adapter: AdapterVersion) -> None:
             self.done.append("load")
@@ -154,7 +158,7 @@ def test_an_adapter_whose_reply_was_lost_is_unloaded_before_the_next_attempt() -
             self.done.append(f"unload {name}")
 
     client, adapter = Losing(), AdapterVersion(3, Path("/a"))
-    engine = Engine(client, (0.0,))  # type: ignore[arg-type]
+    engine = RetryingEngine(client, (0.0,))  # type: ignore[arg-type]
     asyncio.run(engine.load_adapter(adapter))
     assert client.done == ["load", "unload policy-v000003", "load"]
     assert engine.adapters == {"policy-v000003": adapter}
@@ -183,7 +187,7 @@ def test_a_group_holds_score_and_penalty_of_each_completion() -> None:
     source = SingleTurn(config, ChatTokenizer(lambda what, items: [[7]] * len(items), (5,), ""), Scorer())
     request = GroupRequest(
         model="m", version=3, temperature=1.0, group_size=2,
-        engines=[Engine(LosingClient({0, 1}), ())],  # type: ignore[arg-type]
+        engines=[RetryingEngine(LosingClient({0, 1}), ())],  # type: ignore[arg-type]
     )  # fmt: skip
     (group,) = asyncio.run(source.sample([prompt()], request))
     assert [(t.reward, t.penalty, dict(t.components)) for t in group.trajectories] == [

@@ -14,50 +14,29 @@ from typing import Any
 
 import pytest
 
-from skylite.config.lora import LoraConfig
-from skylite.engine.vllm.cpu_lora import choose_cpu_lora, engine_notes
-from skylite.engine.vllm.external_server_command import external_server_command
+from skylite.config.train import TrainConfig
+from skylite.engine.connections import Address
+from skylite.engine.vllm.launcher import VllmLauncher, own_server_command
 from skylite.engine.vllm.plugin.api_key import RequireKey
-from skylite.engine.vllm.server_command import (
-    EngineSpec,
-    engine_command,
-    engine_env,
-    serve_command,
-    serve_env,
-)
 from skylite.errors import ModelError
 from skylite.processes.torchrun import trainer_env
+from skylite.run.run_dir import AdapterVersion
+from tests.small_run import settings
+from tests.unit.engine_cases import PUBLIC, SPEC
 
-SPEC = EngineSpec(
-    name="vllm-0",
-    model_path=Path("model"),
-    device="cpu",
-    dtype="float32",
-    uds=Path("run/vllm.sock"),
-    max_lora_rank=32,
-    target_modules=["q_proj", "v_proj"],
-    max_loras=2,
-    max_cpu_loras=3,
-    max_model_len=512,
-    max_num_seqs=64,
-    kv_cache_gib=0.5,
-    gpu_memory_utilization=0.4,
-    cpu_lora="merged",
-    enable_lora=True,
-    seed=7,
-)
+LAUNCHER = VllmLauncher()
 
 
 def test_a_cache_of_half_a_gib_is_not_rounded() -> None:
     """VLLM_CPU_KVCACHE_SPACE takes only integer GiB, so it must not be used."""
-    command = engine_command(SPEC)
+    command = LAUNCHER.command(SPEC)
     assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2**29)
-    assert "VLLM_CPU_KVCACHE_SPACE" not in engine_env(SPEC, {})
+    assert "VLLM_CPU_KVCACHE_SPACE" not in LAUNCHER.environment(SPEC)
 
 
 def test_gpu_server_gets_no_cpu_settings() -> None:
     spec = dataclasses.replace(SPEC, device="cuda", dtype="bfloat16", gpus=(2, 3))
-    command, env = engine_command(spec), engine_env(spec, {})
+    command, env = LAUNCHER.command(spec), LAUNCHER.environment(spec)
     assert "--block-size" not in command
     assert "--compilation-config" not in command
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.4"
@@ -69,74 +48,68 @@ def test_flashinfers_sampler_is_used_only_if_the_user_says_so(monkeypatch: pytes
     """Its kernels need nvcc, and the engine of a run gets the user's variables from its parent."""
     spec, name = dataclasses.replace(SPEC, device="cuda", dtype="bfloat16"), "VLLM_USE_FLASHINFER_SAMPLER"
     monkeypatch.delenv(name, raising=False)
-    assert engine_env(spec, {})[name] == serve_env(spec, {}, "key")[name] == "0"
-    assert serve_env(spec, {name: "1"}, "key")[name] == "1"
-    assert name not in engine_env(SPEC, {}), "a CPU has none"
+    assert LAUNCHER.environment(spec)[name] == "0"
+    assert name not in LAUNCHER.environment(SPEC), "a CPU has none"
     monkeypatch.setenv(name, "1")
-    assert engine_env(spec, {})[name] == "1"
+    assert LAUNCHER.environment(spec)[name] == "1"
 
 
 def test_a_cpu_server_compiles_nothing() -> None:
     """With adapters vLLM does not; it then gets kernels by name. For a base model skylite forbids it."""
-    command = engine_command(SPEC)
+    command = LAUNCHER.command(SPEC)
     assert json.loads(command[command.index("--compilation-config") + 1]) == {
         "custom_ops": ["none", "+rms_norm", "+rotary_embedding"]
     }
-    base = dataclasses.replace(SPEC, enable_lora=False)
-    assert "--enforce-eager" in engine_command(base)
-    assert "--enforce-eager" not in engine_command(dataclasses.replace(base, device="cuda"))
+    base = dataclasses.replace(SPEC, lora_rank=None)
+    assert "--enforce-eager" in LAUNCHER.command(base)
+    assert "--enforce-eager" not in LAUNCHER.command(dataclasses.replace(base, device="cuda"))
 
 
 def test_no_server_loads_code_of_the_model() -> None:
-    serve = serve_command(SPEC, adapter_name="a", adapter_path=Path("a"), port=1)
-    external = shlex.split(external_server_command("m", LoraConfig(), "127.0.0.1", 1))
-    for command in (engine_command(SPEC), serve, external):
+    external = shlex.split(own_server_command("m", 32, "127.0.0.1", 1))
+    for command in (LAUNCHER.command(SPEC), LAUNCHER.command(PUBLIC), external):
         assert "--no-trust-remote-code" in command
         assert "--trust-remote-code" not in command
 
 
 def test_a_module_name_from_an_adapter_cannot_become_a_server_flag() -> None:
-    spec = dataclasses.replace(SPEC, target_modules=["q_proj", "--middleware=their.module"])
-    for command in (
-        lambda: engine_command(spec),
-        lambda: serve_command(spec, adapter_name="a", adapter_path=Path("a"), port=1),
-    ):
+    for spec in (SPEC, PUBLIC):
         with pytest.raises(ModelError, match="--middleware"):
-            command()
+            LAUNCHER.command(
+                dataclasses.replace(spec, target_modules=["q_proj", "--middleware=their.module"])
+            )
 
 
 def test_a_server_without_lora_cannot_load_adapters() -> None:
-    spec = dataclasses.replace(SPEC, enable_lora=False)
-    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in engine_env(spec, {})
-    assert not [flag for flag in engine_command(spec) if "lora" in flag]
+    spec = dataclasses.replace(SPEC, lora_rank=None)
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in LAUNCHER.environment(spec)
+    assert not [flag for flag in LAUNCHER.command(spec) if "lora" in flag]
 
 
 def test_engines_return_sampling_logprobs_and_skylite_serve_keeps_vllms_default() -> None:
-    command = engine_command(SPEC)
+    command = LAUNCHER.command(SPEC)
     assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs"
-    assert command[command.index("--uds") + 1] == "run/vllm.sock"
-    served = serve_command(SPEC, adapter_name="policy-v000001", adapter_path=Path("a"), port=8000)
+    assert command[command.index("--uds") + 1] == "run/engine.sock"
+    served = LAUNCHER.command(PUBLIC)
     assert not {"--logprobs-mode", "--uds"} & set(served)
     assert served[served.index("--host") + 1] == "127.0.0.1"
 
 
 def test_switching_the_kernels_off_overrides_the_environment() -> None:
     spec = dataclasses.replace(SPEC, cpu_lora="stock")
-    assert engine_env(spec, {"SKYLITE_CPU_LORA": "merged"})["SKYLITE_CPU_LORA"] == "stock"
-    assert any(
-        "cpu_lora=stock" in note for note in map(str, engine_notes("cpu", "float32", "stock", "stock"))
-    )
+    assert LAUNCHER.environment(spec)["SKYLITE_CPU_LORA"] == "stock"
+    notes = LAUNCHER.notes(settings(engine={"cpu_lora": "stock"}), "cpu", "float32", "stock")
+    assert any("cpu_lora=stock" in note for note in notes)
 
 
 def test_auto_does_not_merge_weights_in_deterministic_runs(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"0" * 64)
-    assert choose_cpu_lora("auto", "float32", tmp_path) == "merged"
-    assert choose_cpu_lora("auto", "float32", tmp_path, deterministic=True) == "dense"
-    assert choose_cpu_lora("merged", "float32", tmp_path, deterministic=True) == "merged"
-    assert any(
-        "trainer.deterministic" in note
-        for note in map(str, engine_notes("cpu", "float32", "auto", "dense", deterministic=True))
-    )
+    exact, merged = {"deterministic": True}, {"cpu_lora": "merged"}
+    assert LAUNCHER.choose_cpu_lora(TrainConfig(), "float32", tmp_path) == "merged"
+    assert LAUNCHER.choose_cpu_lora(settings(trainer=exact), "float32", tmp_path) == "dense"
+    assert LAUNCHER.choose_cpu_lora(settings(trainer=exact, engine=merged), "float32", tmp_path) == "merged"
+    notes = LAUNCHER.notes(settings(trainer=exact), "cpu", "float32", "dense")
+    assert any("trainer.deterministic" in note for note in notes)
 
 
 def test_threads_are_bound_to_the_cores_of_this_process() -> None:
@@ -144,7 +117,7 @@ def test_threads_are_bound_to_the_cores_of_this_process() -> None:
     one = {min(allowed)}
     os.sched_setaffinity(0, one)
     try:
-        assert engine_env(SPEC, {})["VLLM_CPU_OMP_THREADS_BIND"] == str(min(allowed))
+        assert LAUNCHER.environment(SPEC)["VLLM_CPU_OMP_THREADS_BIND"] == str(min(allowed))
     finally:
         os.sched_setaffinity(0, allowed)
 
@@ -152,7 +125,7 @@ def test_threads_are_bound_to_the_cores_of_this_process() -> None:
 @pytest.mark.parametrize("path", ["/runs/a,b/policy-v000001", "/runs/a=b/x", "/runs/a b"])
 def test_any_path_of_an_adapter_can_be_served(path: str) -> None:
     """vLLM takes a value with a comma for JSON."""
-    argv = serve_command(SPEC, adapter_name="policy-v000001", adapter_path=Path(path), port=1)
+    argv = LAUNCHER.command(dataclasses.replace(PUBLIC, fixed_adapter=AdapterVersion(1, Path(path))))
     value = argv[argv.index("--lora-modules") + 1]
     assert json.loads(value) == {"name": "policy-v000001", "path": path}
     assert "," in value, "vLLM reads JSON only if it finds a comma"
@@ -163,18 +136,22 @@ def test_openmp_is_preloaded_before_the_users_libraries(
 ) -> None:
     (tmp_path / "lib").mkdir()
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    assert engine_env(SPEC, {"LD_PRELOAD": "/lib/own.so"}).get("LD_PRELOAD") == "/lib/own.so"
-    assert any("intel-openmp" in note for note in map(str, engine_notes("cpu", "float32", "auto", "merged")))
+    monkeypatch.setenv("LD_PRELOAD", "/lib/own.so")
+    assert "LD_PRELOAD" not in LAUNCHER.environment(SPEC), "the user's stays"
+    notes = LAUNCHER.notes(TrainConfig(), "cpu", "float32", "merged")
+    assert any("intel-openmp" in note for note in notes)
     library = tmp_path / "lib" / "libiomp5.so"
     library.touch()
-    assert engine_env(SPEC, {"LD_PRELOAD": "/lib/own.so"})["LD_PRELOAD"] == f"{library}:/lib/own.so"
-    assert engine_env(SPEC, {"LD_PRELOAD": ""})["LD_PRELOAD"] == str(library)
-    assert engine_env(SPEC, {"LD_PRELOAD": "/lib/libgomp.so.1"})["LD_PRELOAD"] == "/lib/libgomp.so.1"
+    assert LAUNCHER.environment(SPEC)["LD_PRELOAD"] == f"{library}:/lib/own.so"
+    monkeypatch.setenv("LD_PRELOAD", "")
+    assert LAUNCHER.environment(SPEC)["LD_PRELOAD"] == str(library)
+    monkeypatch.setenv("LD_PRELOAD", "/lib/libgomp.so.1")
+    assert "LD_PRELOAD" not in LAUNCHER.environment(SPEC)
 
 
 @pytest.mark.parametrize(("dtype", "capacity"), [("bfloat16", "256"), ("float32", None)])
 def test_vllm_keeps_few_compiled_products_in_bfloat16(dtype: Any, capacity: str | None) -> None:
-    env = engine_env(dataclasses.replace(SPEC, dtype=dtype), {})
+    env = LAUNCHER.environment(dataclasses.replace(SPEC, dtype=dtype))
     assert env.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY") == capacity
 
 
@@ -232,36 +209,32 @@ def test_a_child_really_uses_the_allocator_installed_by_pip() -> None:
 
 
 def test_the_api_key_of_skylite_serve_is_in_no_process_list() -> None:
-    env = serve_env(SPEC, {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}, "secret")
+    env = LAUNCHER.environment(PUBLIC)
     assert env["SKYLITE_API_KEY"] == "secret"
     assert (env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"], env["VLLM_SERVER_DEV_MODE"]) == ("0", "0")
-    served = serve_command(SPEC, adapter_name="policy-v000001", adapter_path=Path("a"), port=8000)
-    assert "secret" not in served
-    assert (
-        served[served.index("--middleware") + 1] == "skylite.engine.vllm.plugin.serve_middleware.RequireKey"
-    )
+    served = LAUNCHER.command(PUBLIC)
+    assert "secret" not in " ".join(served)
+    assert "secret" not in repr(PUBLIC)
+    assert served[served.index("--middleware") + 1] == "skylite.engine.vllm.plugin.api_key.RequireKey"
 
 
 def test_a_new_key_does_not_compile_the_model_again() -> None:
     """vLLM 0.26 hashes the values of its own variables into the name of its compiled code."""
-    first, second = (serve_env(SPEC, {"VLLM_API_KEY": key}, key) for key in ("one", "two"))
+    addresses = [Address("http://127.0.0.1:8000", key) for key in ("one", "two")]
+    first, second = (LAUNCHER.environment(dataclasses.replace(PUBLIC, address=a)) for a in addresses)
     assert {name for name in first if first[name] != second[name]} == {"SKYLITE_API_KEY"}
-    assert engine_env(SPEC, {})["VLLM_API_KEY"] == first["VLLM_API_KEY"] == "", "as in runs"
+    assert LAUNCHER.environment(SPEC)["VLLM_API_KEY"] == first["VLLM_API_KEY"] == "", "as in runs"
 
 
 def test_engines_and_ranks_ignore_the_network_interface_of_the_cluster() -> None:
     cluster = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0", "VLLM_HOST_IP": "192.0.2.1"}
-    engine, trainer = engine_env(SPEC, cluster), {**cluster, **trainer_env(1)}
+    engine, trainer = cluster | LAUNCHER.environment(SPEC), {**cluster, **trainer_env(1)}
     assert (engine["GLOO_SOCKET_IFNAME"], engine["NCCL_SOCKET_IFNAME"], engine["VLLM_HOST_IP"]) == (
         "lo",
         "lo",
         "127.0.0.1",
     )
     assert (trainer["GLOO_SOCKET_IFNAME"], trainer["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
-
-
-def test_an_api_key_in_the_environment_does_not_block_our_engines() -> None:
-    assert engine_env(SPEC, {"VLLM_API_KEY": "users"})["VLLM_API_KEY"] == ""
 
 
 @pytest.mark.parametrize(

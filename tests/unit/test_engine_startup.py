@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from skylite.config.train import Resolved, TrainConfig
-from skylite.engine.vllm.client import VllmClient
-from skylite.engine.vllm.start_engines import engines_for_modules, start_engines
+from skylite.engine.interface import Engine
+from skylite.engine.start_engines import engines_for_modules, start_engines
+from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.engine.watchdog import RestartPolicy
 from skylite.processes.child import Supervisor
 from skylite.rollout.plan import RunPlan
@@ -53,7 +54,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPlan:
     )
 
 
-async def no_verification(client: VllmClient, adapter: AdapterVersion) -> None:
+async def no_verification(engine: Engine, adapter: AdapterVersion) -> None:
     """Accept any adapter."""
 
 
@@ -63,7 +64,9 @@ def test_engines_serve_exactly_the_adapters_modules(plan: RunPlan, wanted: list[
         restarts = RestartPolicy(config=plan.config.engine, verify=no_verification, counts={})
         async with (
             Supervisor() as supervisor,
-            start_engines(plan.run_config, plan.run.logs, ["q_proj"], supervisor, restarts) as watchdogs,
+            start_engines(
+                VllmLauncher(), plan.run_config, plan.run.logs, ["q_proj"], supervisor, restarts
+            ) as watchdogs,
         ):
             ready = engines_for_modules(
                 plan.run_config,
@@ -79,8 +82,10 @@ def test_engines_serve_exactly_the_adapters_modules(plan: RunPlan, wanted: list[
 
     with logged_messages() as logged:
         assert asyncio.run(bring_up())
-    lines = [line for line in plan.run.log_path("vllm-0").read_text().splitlines() if line.startswith("ARGV")]
+    lines = [
+        line for line in plan.run.log_path("engine-0").read_text().splitlines() if line.startswith("ARGV")
+    ]
     assert " ".join(["--lora-target-modules", *wanted]) in lines[-1]
-    restarts = [line for line in logged if not line.startswith("vllm-0 is ready")]
+    restarts = [line for line in logged if not line.startswith("engine-0 is ready")]
     assert len(restarts) == starts - 1
     assert all("k_proj" in text for text in restarts)

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skylite.engine.vllm.plugin.exit_with_parent import SWITCH
+from skylite.engine.vllm.plugin.processes import SWITCH
 from skylite.processes.child import Child, ProcessSpec, kill, poll, start
 from skylite.processes.reaper import shared_memory_prefix
 from tests.alive import is_alive
@@ -85,7 +85,7 @@ def wait_until_dead(processes: list[psutil.Process]) -> None:
 
 def engine(argv: list[str], tmp_path: Path) -> Child:
     return start(
-        ProcessSpec(name="vllm-0", argv=[*argv, "600"], env={SWITCH: "1"}, log_path=tmp_path / "log")
+        ProcessSpec(name="engine-0", argv=[*argv, "600"], env={SWITCH: "1"}, log_path=tmp_path / "log")
     )
 
 

@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 from skylite.cli import env as env_check
 from skylite.cli.env import CheckFlags
 from skylite.cli.main import app
-from skylite.engine.vllm.server_command import ENGINE_COMMAND
+from tests.e2e.project import FAKE_ENGINE
 from tests.settings import typed
-from tests.torture.ground import FAKE_ENGINE_COMMAND, ROOT
 from tests.unit.work_cases import parts, recorded_work
 
 Check = Callable[..., list[dict[str, Any]]]
@@ -189,14 +188,11 @@ def test_the_episodes_are_counted_while_they_run(data: Path, tiny_llama: Path, t
     assert parts(found) == [("playing every episode twice", 6, 6)]
 
 
-def test_the_scripted_model_plays_first_and_the_named_one_after_it(
-    check: Check, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(ENGINE_COMMAND, FAKE_ENGINE_COMMAND)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_the_scripted_model_plays_first_and_the_named_one_after_it(check: Check, tiny_llama: Path) -> None:
     source = "async def episode(task, chat):\n    return float((await chat(task.messages)).text == 'ok')\n"
     name, few = str(tiny_llama), ("--episodes", "2")
-    limits = ("--set", "rollout.max_completion_tokens=12")
+    settings = ("rollout.max_completion_tokens=12", "env.max_tokens=1536", FAKE_ENGINE[0])
+    limits = [word for setting in settings for word in ("--set", setting)]
     both = check(source, "--model", name, "--reply", "ok", *few, *limits)
     assert [(facts["model"], facts["reward_mean"]) for facts in both] == [("scripted", 1.0), (name, 0.0)]
     (alone,) = check(source, "--model", name, *few, *limits)

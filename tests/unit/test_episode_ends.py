@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from skylite.engine.retrying_client import Engine
-from skylite.engine.vllm.client import Sampling
+from skylite.engine.interface import Sampling
+from skylite.engine.retrying_engine import RetryingEngine
 from skylite.errors import EngineFailed
 from skylite.types import Call
 from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt, make_request, sample
@@ -34,23 +34,23 @@ def test_an_episode_that_hangs_ends_in_time(tmp_path: Path, body: str) -> None:
 class Restarting:
     """A server that fails at one of its requests and is down for 5 s then, as a watchdog restarts it."""
 
-    name = "vllm-0"
+    name = "engine-0"
 
     def __init__(self, fails_at: int) -> None:
         self.fails_at, self.num_requests = fails_at, 0
         self.scripted = ScriptedEngine()
-        self.engine: Engine = Engine(self)  # type: ignore[arg-type]
+        self.engine: RetryingEngine = RetryingEngine(self)  # type: ignore[arg-type]
         self.restart: asyncio.Task[None] | None = None
 
-    async def sample(
+    async def generate(
         self, model: str, prompt: list[int], n: int, sampling: Sampling, version: int
-    ) -> dict[int, Call]:
+    ) -> list[Call]:
         self.num_requests += 1
         if self.num_requests == self.fails_at:
             self.engine.pause()
             self.restart = asyncio.ensure_future(self._resume())
             raise EngineFailed("the connection is lost")
-        return {0: (await self.scripted.generate(model, prompt, n, sampling, version))[0]}
+        return await self.scripted.generate(model, prompt, n, sampling, version)
 
     async def _resume(self) -> None:
         await asyncio.sleep(5.0)

@@ -54,7 +54,7 @@ def logprobs_of(model: torch.nn.Module) -> torch.Tensor:
 def test_a_peft_folder_loads_with_peft_and_transformers(tiny_llama: Path, run: RunDir, out: Path) -> None:
     from peft import AutoPeftModelForCausalLM
 
-    [check] = export(plan_export(flags(run, out=out)), check_vllm=False)
+    [check] = export(plan_export(flags(run, out=out)), launcher=None)
     assert check.gap_max < 1e-4
     assert check.tokens == sum(len(ids) - 1 for ids in CANARY)
     for load in (AutoPeftModelForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):
@@ -71,7 +71,7 @@ def test_a_peft_folder_loads_with_peft_and_transformers(tiny_llama: Path, run: R
 
 
 def test_the_model_card_describes_the_run(run: RunDir, out: Path) -> None:
-    export(plan_export(flags(run, out=out, step=0, base_name="owner/base")), check_vllm=False)
+    export(plan_export(flags(run, out=out, step=0, base_name="owner/base")), launcher=None)
     card = (out / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nbase_model: owner/base\nlibrary_name: peft\n")
     assert "policy after step 0 of 2" in card
@@ -100,7 +100,7 @@ def test_an_export_renders_prompts_as_the_run(run: RunDir, out: Path, *, own: bo
     text = "{{ mood }} {{ loud }} {{ tries }} {% for m in messages %}{{ m.content }};{% endfor %}"
     used = text if own else base.chat_template
     change_config(run, data={"template_args": args}, resolved={"chat_template": text if own else None})
-    export(plan_export(flags(run, out=out, merge=merge)), check_vllm=False)
+    export(plan_export(flags(run, out=out, merge=merge)), launcher=None)
     found = AutoTokenizer.from_pretrained(out)
     chat = [{"role": "user", "content": "1 + 1?"}]
     expected = base.apply_chat_template(chat, chat_template=used, tokenize=False, **args)
@@ -124,7 +124,7 @@ def test_the_card_names_what_scored(run: RunDir) -> None:
 
 
 def test_all_files_of_an_export_have_one_mode(run: RunDir, out: Path) -> None:
-    export(plan_export(flags(run, out=out, merge=True)), check_vllm=False)
+    export(plan_export(flags(run, out=out, merge=True)), launcher=None)
     assert {p.stat().st_mode & 0o777 for p in out.rglob("*") if p.is_file()} == {0o644}
 
 
@@ -143,7 +143,7 @@ def test_a_model_card_names_partial_scores_a_mean_reward(run: RunDir, out: Path)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_merged_weights_are_the_rounded_sum(run: RunDir, out: Path, dtype: str) -> None:
-    checks = export(plan_export(flags(run, out=out, merge=True, dtype=dtype)), check_vllm=False)
+    checks = export(plan_export(flags(run, out=out, merge=True, dtype=dtype)), launcher=None)
     assert [c.what for c in checks] == ["merged weights before the cast", f"merged weights in {dtype}"]
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.dtype == getattr(torch, dtype)
@@ -169,7 +169,7 @@ def test_a_gguf_file_computes_the_same(
     merge: bool,
 ) -> None:
     install_converter(tmp_path / "bin", monkeypatch)
-    checks = export(plan_export(flags(run, out=out, gguf=True, merge=merge)), check_vllm=False)
+    checks = export(plan_export(flags(run, out=out, gguf=True, merge=merge)), launcher=None)
     assert "GGUF tensors" not in capfd.readouterr().err, "the bar of transformers"
     assert checks[2].what == "GGUF weights"
     assert checks[2].gap_max < 1e-4
@@ -199,7 +199,7 @@ def test_a_failing_or_wrong_converter_leaves_nothing(
     install_converter(tmp_path / "bin", monkeypatch)
     monkeypatch.setenv("FAKE_CONVERTER", mode)
     with pytest.raises(RunFailed, match=message):
-        export(plan_export(flags(run, out=out, gguf=True)), check_vllm=False)
+        export(plan_export(flags(run, out=out, gguf=True)), launcher=None)
     assert [p.name for p in tmp_path.iterdir()] == ["bin"]
 
 
@@ -234,7 +234,7 @@ def test_an_export_that_computes_something_else_leaves_nothing(
     run = make_run(tmp_path, model)
     damage(run)
     with pytest.raises(RunFailed, match=message):
-        export(plan_export(flags(run, merge=merge)), check_vllm=False)
+        export(plan_export(flags(run, merge=merge)), launcher=None)
     assert list((run.root / "exports").iterdir()) == []
 
 
@@ -279,7 +279,7 @@ def test_a_folder_that_holds_the_base_is_refused_in_16_bits(
     base = Path(read_run_config(run.config_path).resolved.model_path)
     monkeypatch.setattr(export_weights, "load_float32", lambda _: load_float32(base))
     with pytest.raises(RunFailed, match="merged weights in bfloat16 compute other logprobs"):
-        export(plan_export(flags(run, out=out, merge=True, dtype="bfloat16")), check_vllm=False)
+        export(plan_export(flags(run, out=out, merge=True, dtype="bfloat16")), launcher=None)
     assert not out.exists()
 
 
@@ -325,7 +325,7 @@ def test_memory_and_disk_are_checked_before_anything_is_loaded(
     assert plan.num_bytes > 4 * plan.num_parameters
     monkeypatch.setattr("skylite.run.files.free_bytes", lambda _: plan.num_bytes)
     with pytest.raises(WriteFailed, match="its disk has only"):
-        export(plan, check_vllm=False)
+        export(plan, launcher=None)
     assert not out.exists()
 
 

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from skylite.config.train import RunConfig, TrainConfig
-from skylite.engine.vllm.server_command import engine_command
-from skylite.engine.vllm.start_engines import engine_spec
+from skylite.engine.start_engines import engine_spec
+from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError
 from skylite.model.chunked_logprobs import BLOCK_ROWS, BLOCK_VOCAB, HEAD_CHUNK_ELEMENTS
 from skylite.processes.gpus import visible_gpus
@@ -292,6 +292,6 @@ def test_vllm_is_started_with_the_budget(machine: Machine, tmp_path: Path) -> No
     assert visible_gpus()
     resolved = RESOLVED.model_copy(update={"kv_cache_bytes": 123456789, "engine_share": 0.0123})
     run_config = RunConfig(skylite_version="1", config=config(), resolved=resolved)
-    command = engine_command(engine_spec(run_config, ["q_proj"], 0, tmp_path))
+    command = VllmLauncher().command(engine_spec(run_config, ["q_proj"], 0, tmp_path))
     assert command[command.index("--kv-cache-memory-bytes") + 1] == "123456789"
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.0123"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from skylite.config.train import RunConfig, TrainConfig
-from skylite.engine.vllm.server_command import engine_env
-from skylite.engine.vllm.start_engines import engine_spec
+from skylite.engine.start_engines import engine_spec
+from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError
 from skylite.resources.gpu_placement import Placement, place, place_again, place_ranks
 from tests.unit.gpu_cases import H200, RESOLVED, T4, Machine
@@ -140,7 +140,9 @@ def test_memory_that_nvidia_smi_does_not_know_is_not_compared(machine: Machine) 
 
 
 def test_each_engine_sees_its_gpu_only() -> None:
-    env = [engine_env(engine_spec(recorded(), ["q_proj"], i, Path("sockets")), {}) for i in range(2)]
+    env = [
+        VllmLauncher().environment(engine_spec(recorded(), ["q_proj"], i, Path("sockets"))) for i in range(2)
+    ]
     assert [e["CUDA_VISIBLE_DEVICES"] for e in env] == ["1", "0"]
     assert {e["CUDA_DEVICE_ORDER"] for e in env} == {"PCI_BUS_ID"}
 

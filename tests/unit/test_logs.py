@@ -90,8 +90,10 @@ def test_an_error_that_ends_the_run_is_its_last_line(
 ) -> None:
     configure_logging()
     with pytest.raises(RunFailed), run_log(tmp_path / "skylite.log"):
-        raise RunFailed("vllm-0 ended.", "Its log is there.")
-    assert (tmp_path / "skylite.log").read_text().endswith("ERROR skylite: vllm-0 ended. Its log is there.\n")
+        raise RunFailed("engine-0 ended.", "Its log is there.")
+    assert (
+        (tmp_path / "skylite.log").read_text().endswith("ERROR skylite: engine-0 ended. Its log is there.\n")
+    )
     with pytest.raises(ZeroDivisionError), run_log(tmp_path / "skylite.log"):
         print(1 / 0)
     assert (tmp_path / "skylite.log").read_text().endswith("  ZeroDivisionError: division by zero\n")

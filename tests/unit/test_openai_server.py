@@ -273,7 +273,7 @@ def test_a_reply_that_is_ready_when_its_reader_goes_is_not_recorded() -> None:
 def test_a_failed_engine_fails_the_trajectory(tmp_path: Path) -> None:
     async def body(running: Episodes) -> None:
         def fail(prompt: str) -> str:
-            raise EngineFailed("vllm-0 is gone.")
+            raise EngineFailed("engine-0 is gone.")
 
         log, key = open_log(running.server, ScriptedEngine(fail))
         reply = await post(running.server, key, {"messages": HELLO})

@@ -201,7 +201,7 @@ def test_vllms_server_takes_the_protocol() -> None:
     """As vLLM does: import the middleware, then load uvicorn's configuration."""
     code = (
         "import json, importlib, uvicorn\n"
-        "from skylite.engine.vllm.server_command import SERVE_MIDDLEWARE\n"
+        "from skylite.engine.vllm.launcher import SERVE_MIDDLEWARE\n"
         "module, name = SERVE_MIDDLEWARE.rsplit('.', 1)\n"
         "found = getattr(importlib.import_module(module), name)\n"
         "config = uvicorn.Config(lambda: None)\n"

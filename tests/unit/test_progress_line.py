@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from skylite.engine.vllm.startup_progress import start_stage
+from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.hub.hub_client import download_bar
 from skylite.progress_reporting import LongWork, duration, long_work, show_long_work
 from skylite.ui import progress_line
@@ -58,12 +58,12 @@ def test_the_time_left_follows_from_the_parts_that_are_done() -> None:
 
 def test_without_parts_the_time_of_the_last_time_counts() -> None:
     work = LongWork(
-        "vllm-0 starts", expected_s=50.0, detail=lambda: "loading the model", clock=(clock := Clock())
+        "engine-0 starts", expected_s=50.0, detail=lambda: "loading the model", clock=(clock := Clock())
     )
     clock.now = 20.0
-    assert work.text() == "vllm-0 starts: loading the model, 20 s, about 30 s left"
+    assert work.text() == "engine-0 starts: loading the model, 20 s, about 30 s left"
     clock.now = 51.0
-    assert work.text() == "vllm-0 starts: loading the model, 51 s"
+    assert work.text() == "engine-0 starts: loading the model, 51 s"
 
 
 def test_a_download_counts_the_bytes_of_its_files() -> None:
@@ -143,11 +143,11 @@ def test_short_work_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         ("Capturing CUDA graphs (decode, FULL):  40%|####  | 14/35 [00:01<00:02]",
          "capturing CUDA graphs, 14 of 35"),
         ("INFO init engine (profile, create kv cache, warmup model) took 1.13 s", "warming up"),
-        ("INFO Starting vLLM server on unix:/tmp/vllm-0.sock", "opening its server"),
+        ("INFO Starting vLLM server on unix:/tmp/engine-0.sock", "opening its server"),
     ],
 )  # fmt: skip
 def test_vllms_log_in_words(line: str, words: str) -> None:
-    assert start_stage(f"nothing\n{line}\rmore of it\n") == words
+    assert VllmLauncher().startup_state(f"nothing\n{line}\rmore of it\n") == words
 
 
 def test_the_panel_shows_the_long_work_that_a_run_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,11 +157,11 @@ def test_the_panel_shows_the_long_work_that_a_run_waits_for(monkeypatch: pytest.
     configure_logging()
     with Screen(3, console) as screen:
         screen.phase("starting", "1 engine(s); trainer")
-        with long_work("vllm-0 starts", detail=lambda: "loading weights, file 1 of 2"):
+        with long_work("engine-0 starts", detail=lambda: "loading weights, file 1 of 2"):
             time.sleep(0.2)
             assert (
                 panel_lines(screen.state, 90, 20)[0]
                 .plain[2:]
-                .startswith("starting  vllm-0 starts: loading weights, file 1 of 2, 0 s")
+                .startswith("starting  engine-0 starts: loading weights, file 1 of 2, 0 s")
             )
         assert "1 engine(s); trainer" in panel_lines(screen.state, 90, 20)[0].plain

@@ -39,7 +39,7 @@ def test_every_path_of_a_run() -> None:
     assert str(run.rollout_path(12)) == "/r/rollouts/step-000012.parquet"
     assert str(run.trainer_step_path(0)) == "/r/trainer_steps/step-000000.json"
     assert str(run.checkpoint_path(1234567)) == "/r/checkpoints/step-1234567"
-    assert str(run.log_path("vllm-0")) == "/r/logs/vllm-0.log"
+    assert str(run.log_path("engine-0")) == "/r/logs/engine-0.log"
 
 
 def test_an_adapter_is_named_by_its_version() -> None:

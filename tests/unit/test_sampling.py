@@ -17,7 +17,7 @@ from skylite.config.train import Resolved, TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool, SyncReport
-from skylite.engine.vllm.client import Sampling
+from skylite.engine.interface import Sampling
 from skylite.environments.single_turn import SingleTurn, overlong_penalty
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.progress import Progress

@@ -14,19 +14,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from skylite.config.lora import LoraConfig
-from skylite.engine.vllm import servable_models
-from skylite.engine.vllm.servable_models import check_build, check_lora, check_torchvision
-from skylite.engine.vllm.server_command import ENGINE_COMMAND
+from skylite.engine.vllm import models as servable_models
+from skylite.engine.vllm.models import check_build, check_lora, check_torchvision
 from skylite.errors import ModelError
 
 ATTENTION = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"]
 FUSED = [*ATTENTION, "model.layers.0.mlp.gate_up_proj", "model.layers.0.mlp.down_proj"]
 OUTSIDE = ["model.embed_tokens", "lm_head"]
-
-
-@pytest.fixture(autouse=True)
-def real_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(ENGINE_COMMAND, raising=False)
 
 
 def model(folder: Path, architecture: str, modules: list[str] = FUSED, **config: Any) -> Path:
@@ -126,24 +120,6 @@ def test_another_vllm_is_not_judged_by_the_table(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(servable_models, "_packages", lambda: {"vllm": "0.27.0"})
     note = check_lora(model(tmp_path, "Glm4ForCausalLM"), "cuda", LoraConfig())
     assert note.startswith("vLLM 0.27.0 is not the tested 0.32.0")
-
-
-def test_an_older_vllm_is_judged_by_its_own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM 0.32 serves GPT-NeoX with LoRA, 0.26 without."""
-    folder = model(tmp_path, "GPTNeoXForCausalLM")
-    assert check_lora(folder, "cuda", LoraConfig()) == ""
-    monkeypatch.setattr(servable_models, "_packages", lambda: {"vllm": "0.26.0"})
-    with pytest.raises(ModelError, match=r"GPTNeoXForCausalLM, and vLLM 0\.26\.0 serves it without LoRA"):
-        check_lora(folder, "cuda", LoraConfig())
-    with pytest.raises(ModelError, match="Glm4ForCausalLM has gate_up_proj as one module"):
-        check_lora(model(tmp_path, "Glm4ForCausalLM"), "cuda", LoraConfig())
-    assert check_lora(model(tmp_path, "LlamaForCausalLM", ATTENTION), "cuda", LoraConfig()) == ""
-
-
-def test_a_stand_in_for_vllm_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENGINE_COMMAND, "fake")
-    assert check_lora(model(tmp_path, "InventedForCausalLM"), "cpu", LoraConfig()) == ""
-    check_build("cuda")
 
 
 @pytest.mark.parametrize(

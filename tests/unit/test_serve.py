@@ -20,10 +20,12 @@ import pytest
 
 from skylite.cli.serve import check_address, model_length
 from skylite.config.train import TrainConfig
-from skylite.engine.vllm.server_command import EngineSpec, serve_command
-from skylite.engine.vllm.single_engine import single_engine_spec
+from skylite.engine.connections import Address
+from skylite.engine.interface import EngineSpec
+from skylite.engine.start_engines import single_engine_spec
+from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError
-from skylite.run.run_dir import RunDir
+from skylite.run.run_dir import AdapterVersion, RunDir
 from tests.unit.export_cases import make_run
 
 SERVER = """
@@ -49,10 +51,11 @@ except BaseException:
 """
 DRIVER = """
 import os, sys
-from skylite.cli import serve
-serve.serve_command = lambda spec, *, host, port, **_: [
-    sys.executable, "-c", os.environ["SERVER"], host, str(port), os.environ["WORD"]
-]
+from skylite.engine.vllm.launcher import VllmLauncher
+def command(self, spec):
+    host, port = spec.address.url.removeprefix("http://").rsplit(":", 1)
+    return [sys.executable, "-c", os.environ["SERVER"], host, port, os.environ["WORD"]]
+VllmLauncher.command = command
 from skylite.cli.main import main
 main()
 """
@@ -75,7 +78,7 @@ def serving(run: RunDir, *flags: str, word: str = "") -> Iterator[subprocess.Pop
     added = {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "SERVER": SERVER, "WORD": word}
     process = subprocess.Popen(
         [sys.executable, "-c", DRIVER, "serve", str(run.root), *flags],
-        env={**os.environ, **added, "VLLM_API_KEY": "secret"},
+        env={**os.environ, **added, "SKYLITE_API_KEY": "secret"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -179,10 +182,15 @@ def test_a_cpu_serves_the_models_context_as_far_as_the_kv_cache_holds_it(tiny_ll
 def test_a_gpu_leaves_it_to_vllm(tiny_llama: Path) -> None:
     spec = replace(cpu_spec(tiny_llama), device="cuda")
     spec = replace(spec, max_model_len=model_length(spec))
-    command = serve_command(spec, adapter_name="a", adapter_path=Path("a"), port=1, host="::")
+    spec = replace(spec, address=Address("http://[::]:1", "key"), fixed_adapter=AdapterVersion(1, Path("a")))
+    command = VllmLauncher().command(spec)
     assert re.search(r" --max-model-len -1 .*--host :: ", " ".join(command))
 
 
 def cpu_spec(model: Path) -> EngineSpec:
     config = TrainConfig().model_copy(deep=True)
-    return replace(single_engine_spec(config, None, model, Path("s")), device="cpu", dtype="float32")
+    return replace(
+        single_engine_spec(VllmLauncher(), config, None, model, Address("unix:s")),
+        device="cpu",
+        dtype="float32",
+    )

@@ -15,7 +15,7 @@ import pytest
 
 from skylite.engine.vllm.plugin import cpu_server as server
 from skylite.engine.vllm.plugin import fork_server
-from skylite.engine.vllm.plugin.exit_with_parent import SWITCH
+from skylite.engine.vllm.plugin.processes import SWITCH
 from tests.alive import is_alive
 
 FIT = {SWITCH: "1", "LD_PRELOAD": "/lib/libiomp5.so", "VLLM_CPU_OMP_THREADS_BIND": "0,2"}
@@ -62,7 +62,7 @@ PROGRAM = """
 import os, sys, time
 import setproctitle
 from skylite.engine.vllm.plugin import fork_server
-from skylite.engine.vllm.plugin.exit_with_parent import die_with_starter
+from skylite.engine.vllm.plugin.processes import die_with_starter
 
 def child():
     die_with_starter()

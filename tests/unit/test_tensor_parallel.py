@@ -14,11 +14,10 @@ from skylite.adapters.folder import ServedAdapter
 from skylite.config.provenance import NOTHING_TYPED
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine import tensor_parallel
+from skylite.engine.connections import Address
+from skylite.engine.start_engines import engine_config, engine_spec, single_engine_spec
 from skylite.engine.tensor_parallel import check_divisible
-from skylite.engine.vllm import single_engine
-from skylite.engine.vllm.server_command import engine_command, engine_env
-from skylite.engine.vllm.single_engine import engine_config, single_engine_spec
-from skylite.engine.vllm.start_engines import engine_spec
+from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError
 from skylite.resources.gpu_memory_plan import engine_memory, plan_memory
 from skylite.resources.gpu_placement import place
@@ -72,9 +71,9 @@ def test_each_engine_sees_its_gpus_only() -> None:
     tree = {"engine": {"num_engines": 2, "tensor_parallel": 2}}
     run_config = RunConfig(skylite_version="1", config=TrainConfig.model_validate(tree), resolved=resolved)
     specs = [engine_spec(run_config, ["q_proj"], i, Path("sockets")) for i in range(2)]
-    assert [engine_env(spec, {})["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["4,5", "6,7"]
+    assert [VllmLauncher().environment(spec)["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["4,5", "6,7"]
     for spec in specs:
-        command = engine_command(spec)
+        command = VllmLauncher().command(spec)
         assert command[command.index("--tensor-parallel-size") + 1] == "2"
 
 
@@ -149,7 +148,7 @@ def test_a_cpu_has_one_process_per_engine() -> None:
         (
             {"num_attention_heads": 60, "num_key_value_heads": 60, "intermediate_size": 600},
             5,
-            "vocab_size=152064, which vLLM pads to 152064, must be a multiple of it",
+            "vocab_size=152064, padded to 152064, must be a multiple of it",
             "=4 or 3 or 2.",
         ),
         ({"kv_lora_rank": 512, "num_key_value_heads": 5}, 8, "", ""),
@@ -201,19 +200,19 @@ def test_a_run_whose_model_cannot_be_divided_is_refused(machine: Machine, tmp_pa
 def test_eval_and_serve_divide_the_model_as_the_run_did(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(single_engine, "check_build", lambda device: None)
+    monkeypatch.setattr(VllmLauncher, "check_machine", lambda self, device: None)
     machine.lists(H200, H200, H200)
     machine.has_torch()
     machine.sees("2,0")
     folder, settings = headed(tmp_path / "m"), config(engine={"tensor_parallel": 2})
-    spec = single_engine_spec(settings, None, folder, Path("socket"))
+    spec = single_engine_spec(VllmLauncher(), settings, None, folder, Address("unix:s"))
     assert (spec.gpus, spec.tensor_parallel) == ((2, 0), 2)
     machine.sees("1")
     with pytest.raises(ConfigError, match=r"engine.tensor_parallel=2 needs 2 GPUs .* and 1 can be used"):
-        single_engine_spec(settings, None, folder, Path("socket"))
+        single_engine_spec(VllmLauncher(), settings, None, folder, Address("unix:s"))
     machine.sees("-1")
     with caplog.at_level(logging.INFO):
-        spec = single_engine_spec(settings, None, folder, Path("socket"))
+        spec = single_engine_spec(VllmLauncher(), settings, None, folder, Address("unix:s"))
     assert (spec.gpus, spec.tensor_parallel) == ((), 1)
     assert "engine.tensor_parallel=2 is for GPUs" in caplog.text
 

@@ -98,8 +98,8 @@ def test_the_trainers_end_is_explained_and_only_a_lack_of_memory_resumes_without
 def test_another_process_that_ends_is_not_taken_for_the_trainer(tmp_path: Path) -> None:
     """Even if its log looks like that of a trainer whose rank was killed."""
     plan = plan_with(tmp_path, 1)
-    found = asyncio.run(failure_of(plan, "vllm-0", KILLED, None))
-    assert (type(found), found.what) == (ChildDied, "vllm-0 ended with exit code 1.")
+    found = asyncio.run(failure_of(plan, "engine-0", KILLED, None))
+    assert (type(found), found.what) == (ChildDied, "engine-0 ended with exit code 1.")
     assert not may_resume(plan, found, 0, stop_requested=False)
 
 

@@ -190,8 +190,8 @@ def test_quiet_shows_only_warnings() -> None:
     with Screen(24, Console(file=out, width=80, height=24, force_terminal=True, color_system=None)) as screen:
         screen.phase("starting", "vLLM")
         screen.step(step(1), SAMPLE)
-        logger.warning("vllm-0 ended")
-    assert out.getvalue() == "warning: vllm-0 ended\n"
+        logger.warning("engine-0 ended")
+    assert out.getvalue() == "warning: engine-0 ended\n"
 
 
 def test_lines_after_the_end_appear_below_the_panel() -> None:

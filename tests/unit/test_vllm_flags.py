@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from skylite.data.chat_tokenizer import ChatTemplate
-from skylite.engine.vllm.server_command import engine_command, engine_env, serve_command, serve_env
+from skylite.engine.vllm.launcher import VllmLauncher
 from tests import vllm_flags
-from tests.unit.test_engine_server import SPEC
+from tests.unit.engine_cases import PUBLIC, SPEC
 
 LIST = Path(vllm_flags.__file__).with_name("vllm_flags_0.26.0.json")
-CUDA = dataclasses.replace(SPEC, device="cuda", dtype="bfloat16", gpus=(0,), kv_cache_bytes=1 << 30)
+CUDA, PUBLIC_CUDA = (
+    dataclasses.replace(spec, device="cuda", dtype="bfloat16", gpus=(0,), kv_cache_bytes=1 << 30)
+    for spec in (SPEC, PUBLIC)
+)
 
 
 @pytest.fixture(params=["0.26.0", "installed"])
@@ -34,9 +37,9 @@ def known(request: pytest.FixtureRequest) -> dict[str, Any]:
 def commands() -> list[list[str]]:
     template = ChatTemplate(text="{{ messages }}", args={"enable_thinking": False})
     return [
-        engine_command(CUDA),
-        engine_command(dataclasses.replace(CUDA, enable_lora=False, kv_cache_bytes=None)),
-        serve_command(CUDA, adapter_name="a", adapter_path=Path("a"), port=1, template=template),
+        VllmLauncher().command(CUDA),
+        VllmLauncher().command(dataclasses.replace(CUDA, lora_rank=None, kv_cache_bytes=None)),
+        VllmLauncher().command(dataclasses.replace(PUBLIC_CUDA, template=template)),
     ]
 
 
@@ -53,12 +56,12 @@ def test_every_flag_of_a_gpu_server_exists(known: dict[str, Any]) -> None:
 
 
 def test_every_variable_of_a_gpu_server_exists(known: dict[str, Any]) -> None:
-    env = engine_env(CUDA, {}) | serve_env(CUDA, {}, "key")
+    env = VllmLauncher().environment(CUDA) | VllmLauncher().environment(PUBLIC_CUDA)
     ours = {name for name in env if name.startswith("VLLM_")}
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" in ours
     assert ours - {*known["variables"]} == set()
 
 
 def test_the_logprobs_mode_exists(known: dict[str, Any]) -> None:
-    command = engine_command(CUDA)
+    command = VllmLauncher().command(CUDA)
     assert command[command.index("--logprobs-mode") + 1] in known["logprobs_modes"]

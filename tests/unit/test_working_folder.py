@@ -14,15 +14,14 @@ from pathlib import Path
 import pytest
 
 import skylite
-from skylite.config.train import TrainConfig
-from skylite.engine.vllm.server_command import serve_env
-from skylite.engine.vllm.single_engine import single_engine_spec
+from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.processes.child import ProcessSpec, kill, poll, start
 from skylite.processes.child_env import absolute_paths, child_env
 from skylite.processes.gpus import ask_torch
 from skylite.processes.import_path import protect_imports
 from skylite.rewards.worker_pool import RewardPool
 from tests.unit.data_cases import prompt
+from tests.unit.engine_cases import SPEC
 
 SHADOWED = (
     "vllm", "torch", "transformers", "peft", "pyarrow", "numpy", "pydantic", "math_verify", "reasoning_gym",
@@ -163,9 +162,7 @@ def test_every_child_inherits_the_protection(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PYTHONSAFEPATH", "")  # to delete what is not set would leave nothing to restore
     protect_imports()
     assert all(os.path.isabs(p) for p in sys.path)
-    (tmp_path / "config.json").write_text("{}")
-    spec = single_engine_spec(TrainConfig(), None, tmp_path, Path("/socket"))
-    env = child_env(serve_env(spec, {}, "key"), str(tmp_path))
+    env = child_env(VllmLauncher().environment(SPEC), str(tmp_path))
     assert (env["PYTHONSAFEPATH"], env["PYTHONPATH"]) == ("1", "/absolute")
 
 

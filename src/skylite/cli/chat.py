@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,16 +23,17 @@ from skylite.cli.setting_flags import takes_settings
 from skylite.config.provenance import Provenance
 from skylite.data.chat_tokenizer import run_template
 from skylite.data.prompts import first_messages, read_prompts
-from skylite.engine.vllm.chat_client import Chat, load_adapter, served_models
-from skylite.engine.vllm.context_length import context_length
-from skylite.engine.vllm.plugin.api_key import KEY_VARIABLE
-from skylite.engine.vllm.server_command import BASE_NAME, engine_command, engine_env, template_flags
-from skylite.engine.vllm.single_engine import engine_config, single_engine_spec
-from skylite.engine.vllm.startup_progress import engine_starting
+from skylite.engine.chat import Chat, served_models
+from skylite.engine.connections import KEY_VARIABLE, Address
+from skylite.engine.interface import BASE_NAME
+from skylite.engine.model_limits import context_length
+from skylite.engine.start_engines import engine_config, single_engine_spec
+from skylite.engine.watchdog import bring_up, engine_process, engine_starting
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.hub.resolve import resolve_model
-from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
+from skylite.processes.child import kill, start
 from skylite.processes.private_folders import temporary_folder
+from skylite.rollout.trusted_programs import allowed_launcher
 from skylite.types import Message
 from skylite.ui.logs import show
 from skylite.untrusted_text import plain, plain_lines
@@ -180,17 +180,9 @@ def opening(flags: ChatFlags, served: ServedAdapter | None) -> list[Message]:
 
 @contextmanager
 def connected(flags: ChatFlags) -> Iterator[httpx.Client]:
-    """A client of --url, with the key in VLLM_API_KEY."""
+    """A client of --url, with the key in KEY_VARIABLE."""
     assert flags.url is not None, "the caller checks this"
-    key = os.environ.get(KEY_VARIABLE)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
-        url = httpx.URL(flags.url.rstrip("/").removesuffix("/v1"))
-    except httpx.InvalidURL:
-        url = httpx.URL("")
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ConfigError(f"--url {flags.url} is not an http address.", "E.g. http://127.0.0.1:8000.")
-    with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S) as http:
+    with Address.parse(flags.url, os.environ.get(KEY_VARIABLE)).client(TIMEOUT_S) as http:
         yield http
 
 
@@ -214,47 +206,25 @@ def require_model(http: httpx.Client, name: str, url: str) -> None:
 
 @contextmanager
 def started(flags: ChatFlags, served: ServedAdapter) -> Iterator[httpx.Client]:
-    """A vLLM server with the adapter, on a Unix socket; it ends with the block."""
+    """A server with the adapter, on a Unix socket; it ends with the block."""
     config = engine_config(served, flags.provenance)
+    named = replace(flags.provenance, file=served.adapter.path)
+    launcher = allowed_launcher(config, named)
     model = resolve_model(flags.model or served.base_model).path
     with temporary_folder() as folder:
-        spec = single_engine_spec(config, served, model, folder / "vllm.sock")
+        address = Address.of_socket(folder / "engine.sock")
+        spec = single_engine_spec(launcher, config, served, model, address)
         context = min(MAX_CONTEXT, context_length(model) or 0)
-        spec = replace(spec, max_model_len=max(context, spec.max_model_len))
-        log = folder / "vllm.log"
-        argv = [*engine_command(spec), *template_flags(run_template(served.run_config))]
-        process = ProcessSpec(
-            name=spec.name,
-            argv=argv,
-            env=engine_env(spec, {}),
-            log_path=log,
-            own_network=not spec.shared_network,
-        )
-        transport = httpx.HTTPTransport(uds=str(spec.uds))
-        child = start(process)
+        template = run_template(served.run_config)
+        spec = replace(spec, max_model_len=max(context, spec.max_model_len), template=template)
+        child = start(engine_process(launcher, spec, folder / "engine.log"))
         try:
-            with httpx.Client(transport=transport, base_url="http://engine", timeout=TIMEOUT_S) as http:
-                with engine_starting(spec, child):
-                    wait_ready(child, http, config.engine.start_timeout_s)
-                load_adapter(http, served.adapter)
+            with engine_starting(launcher, spec, child):
+                bring_up(launcher, spec, child, config.engine.start_timeout_s, served.adapter)
+            with address.client(TIMEOUT_S) as http:
                 yield http
         finally:
             kill(child)
-
-
-def wait_ready(child: Child, http: httpx.Client, timeout_s: float) -> None:
-    """Wait until the server answers. Raises ChildDied or RunFailed."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if poll(child) is not None:
-            raise child_died(child)
-        try:
-            if http.get("/health").status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    raise RunFailed(f"vLLM did not serve within {timeout_s:.0f} s.", "Raise engine.start_timeout_s.")
 
 
 def sampling(flags: ChatFlags) -> dict[str, Any]:

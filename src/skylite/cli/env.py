@@ -21,9 +21,9 @@ from skylite.config.provenance import Provenance, Typed
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import load_tokenizer, read_template
 from skylite.data.prompts import read_prompts
-from skylite.engine.retrying_client import Engine
-from skylite.engine.vllm.server_command import BASE_NAME
-from skylite.engine.vllm.single_engine import run_on_engine, single_engine_spec
+from skylite.engine.interface import BASE_NAME
+from skylite.engine.retrying_engine import RetryingEngine
+from skylite.engine.start_engines import run_on_engine, single_engine_spec
 from skylite.environments.episode_leaks import Leftovers
 from skylite.environments.episode_pool import EpisodeEnd
 from skylite.environments.episode_spec import check_episode_data
@@ -34,7 +34,7 @@ from skylite.hub.resolve import resolve_model
 from skylite.processes.child import Supervisor
 from skylite.processes.private_folders import temporary_folder
 from skylite.progress_reporting import long_work
-from skylite.rollout.trusted_programs import allow_episode
+from skylite.rollout.trusted_programs import allow_episode, allowed_launcher
 from skylite.rollout.turn_metrics import turn_metrics
 from skylite.types import Prompt, Trajectory
 from skylite.ui.logs import show
@@ -184,15 +184,19 @@ async def _play(
                 episodes = await _run_twice(source, engine, prompts)
                 return Played(model=name, start_seconds=start_seconds, episodes=episodes)
 
-    async def on_vllm(engine: Engine) -> Played:
+    async def on_engine(engine: RetryingEngine) -> Played:
         return await on(engine)
 
     with contextlib.closing(tokenizer):
         if replies:
             scripted = await asyncio.to_thread(tokenizer.encode_texts, replies)
             return await on(ScriptedEngine(scripted, tokenizer.stop_token_ids[0]))
+        launcher = allowed_launcher(config)
         return await run_on_engine(
-            config, lambda uds: single_engine_spec(config, None, model.path, uds), on_vllm
+            launcher,
+            config,
+            lambda address: single_engine_spec(launcher, config, None, model.path, address),
+            on_engine,
         )
 
 

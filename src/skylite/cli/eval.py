@@ -30,9 +30,9 @@ from skylite.config.loading import change_config, load_config
 from skylite.config.provenance import Provenance
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate, read_template, run_template
-from skylite.engine.retrying_client import Engine
-from skylite.engine.vllm.connections import open_files
-from skylite.engine.vllm.single_engine import run_on_engine, single_engine_spec
+from skylite.engine.connections import open_files
+from skylite.engine.retrying_engine import RetryingEngine
+from skylite.engine.start_engines import run_on_engine, single_engine_spec
 from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.results import Report, Scored
@@ -42,6 +42,7 @@ from skylite.processes.streams import raise_file_limit
 from skylite.progress_reporting import long_work
 from skylite.rollout.eval_data import DataChoice, EvalData, read_data
 from skylite.rollout.eval_scoring import start_problems
+from skylite.rollout.trusted_programs import allowed_launcher
 from skylite.run.files import write_json
 from skylite.run.own_folders import require_own_place
 from skylite.ui.logs import show
@@ -282,6 +283,7 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:
     problems = sum(len(d.prompts) for d in plan.data)
     logger.info(f"evaluating {subjects} of {plan.model_name} on {problems} problems; starting the engine")
     raise_file_limit(open_files(plan.config))
+    launcher = allowed_launcher(plan.config, replace(flags.provenance, file=flags.target))
     model = resolve_model(plan.model_name)
     max_loras = max(1, min(flags.max_loras, len(plan.adapters)))
     newest = plan.adapters[-1] if plan.adapters else None
@@ -290,7 +292,7 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:
             stack, plan.data, plan.template, model.path, seed=flags.seed, logs=plan.out
         )
 
-        async def work(engine: Engine) -> None:
+        async def work(engine: RetryingEngine) -> None:
             with long_work("evaluating", problems * len(plan.subjects)) as line:
                 await evaluate_subjects(
                     engine,
@@ -303,8 +305,11 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:
                 )
 
         await run_on_engine(
+            launcher,
             plan.config,
-            lambda uds: single_engine_spec(plan.config, newest, model.path, uds, max_loras=max_loras),
+            lambda address: single_engine_spec(
+                launcher, plan.config, newest, model.path, address, max_loras=max_loras
+            ),
             work,
         )
 

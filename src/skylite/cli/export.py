@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from skylite.cli.options import WHICH, AsJson, RunOrNewest, Step, Verbose, newest_run
+from skylite.config.provenance import Provenance
 from skylite.errors import ConfigError
 from skylite.export.plan import ExportFlags, plan_export
 from skylite.export.push import check_push
@@ -22,6 +23,7 @@ from skylite.export.push import push as upload
 from skylite.export.run import export as write_export
 from skylite.processes.file_tree import tree_bytes
 from skylite.progress_reporting import long_work
+from skylite.rollout.trusted_programs import allowed_launcher
 from skylite.ui.logs import show
 
 logger = logging.getLogger(__name__)
@@ -107,7 +109,10 @@ def export(
     plan = plan_export(flags)
     form = "merged weights" if plan.has_merged_weights else "the adapter"
     logger.info(f"exporting {form} of {plan.name} for {plan.base_name} to {plan.out}")
-    checks = write_export(plan, check_vllm=check_vllm)
+    launcher = None
+    if check_vllm:
+        launcher = allowed_launcher(plan.run_config.config, Provenance(file=plan.served.adapter.path))
+    checks = write_export(plan, launcher=launcher)
     for check in checks:
         logger.info(str(check))
         if check.note:

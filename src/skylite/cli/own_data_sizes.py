@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, read_template
 from skylite.data.prompts import PromptFileInfo
-from skylite.engine.vllm.context_length import context_length
+from skylite.engine.model_limits import context_length
 from skylite.hub.resolve import resolve_model
 from skylite.notes import Note, notes_of
 from skylite.progress_reporting import long_work

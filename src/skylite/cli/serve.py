@@ -1,4 +1,4 @@
-"""Serve an adapter on 127.0.0.1. Starts vLLM's OpenAI-compatible server and prints a random API key.
+"""Serve an adapter on 127.0.0.1. Starts an OpenAI-compatible server and prints a random API key.
 
 Ends at Ctrl-C or SIGTERM.
 """
@@ -22,35 +22,37 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
-import httpx
 import typer
 
-from skylite.adapters.folder import ServedAdapter, find_adapter
-from skylite.cli.chat import wait_ready
+from skylite.adapters.folder import find_adapter
 from skylite.cli.options import Model, Step, Verbose
 from skylite.cli.setting_flags import takes_settings
 from skylite.config.provenance import Provenance
 from skylite.data.chat_tokenizer import ChatTemplate, run_template
-from skylite.engine.vllm.chat_client import longest_sequence
-from skylite.engine.vllm.context_length import context_length
-from skylite.engine.vllm.plugin.api_key import KEY_VARIABLE
-from skylite.engine.vllm.server_command import BASE_NAME, CPU_BLOCK_SIZE, EngineSpec, serve_command, serve_env
-from skylite.engine.vllm.single_engine import engine_config, single_engine_spec
-from skylite.engine.vllm.startup_progress import engine_starting
+from skylite.engine.chat import longest_sequence
+from skylite.engine.connections import KEY_VARIABLE, Address
+from skylite.engine.interface import BASE_NAME, EngineSpec
+from skylite.engine.model_limits import context_length
+from skylite.engine.start_engines import engine_config, single_engine_spec
+from skylite.engine.vllm.memory import CPU_BLOCK_SIZE
+from skylite.engine.watchdog import bring_up, engine_process, engine_starting
 from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
-from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
+from skylite.processes.child import Child, child_died, kill, poll, start
 from skylite.processes.own_network import check_network
 from skylite.processes.private_folders import state_folder
 from skylite.progress_reporting import duration
 from skylite.resources.gpu_memory_plan import DTYPE_BYTES
 from skylite.resources.model_sizes import cached_per_token
+from skylite.rollout.trusted_programs import allowed_launcher
 from skylite.ui.logs import show, shows_debug
 from skylite.untrusted_files import open_file
 
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
+TIMEOUT_S = 5.0
+"""For one answer of the server about itself."""
 STOPPED = 130
 """Exit code after a stop by a signal, as of `train`."""
 
@@ -82,24 +84,31 @@ def serve(
     url = check_address(host, port)
     served = find_adapter(target, step)
     config = engine_config(served, provenance)
+    launcher = allowed_launcher(config, replace(provenance, file=served.adapter.path))
     model_path = resolve_model(model or served.base_model).path
-    spec = single_engine_spec(config, served, model_path, Path("unused"))
+    spec = single_engine_spec(launcher, config, served, model_path, Address(url))
     if spec.device == "cuda":
         check_network(config, ranks=False, isolated=False)
-    spec = replace(spec, max_model_len=model_length(spec))
     warn_of_network(host)
-    key = _api_key()
-    process = process_spec(host, port, served, spec, key)
-    headers = {"Authorization": f"Bearer {key}"}
-    with ended_by_signals(), httpx.Client(base_url=url, headers=headers, trust_env=False) as http:
+    template, here = run_template(served.run_config), Address(url, _api_key())
+    log_template(template)
+    spec = replace(
+        spec,
+        max_model_len=model_length(spec),
+        fixed_adapter=served.adapter,
+        template=template,
+        address=Address(url_of(host, port), here.token),
+    )
+    process = engine_process(launcher, spec, log_file(host, port))
+    with ended_by_signals(), here.client(TIMEOUT_S, proxies=False) as http:
         child = start(process)
         try:
             with log_shown(child):
-                with engine_starting(spec, child, is_logged=False) as work:
-                    wait_ready(child, http, config.engine.start_timeout_s)
+                with engine_starting(launcher, spec, child, is_logged=False) as work:
+                    bring_up(launcher, replace(spec, address=here), child, config.engine.start_timeout_s)
                 logger.info(
                     f"ready after {duration(work.elapsed_s)}: {url}/v1 serves {served.adapter.name} and "
-                    f"{BASE_NAME}, sequences of up to {longest_sequence(http, url):,} tokens. vLLM's log is "
+                    f"{BASE_NAME}, sequences of up to {longest_sequence(http, url):,} tokens. Its log is "
                     f"{process.log_path}. Ctrl-C ends it."
                 )
                 while poll(child) is None:
@@ -109,25 +118,11 @@ def serve(
             kill(child)
 
 
-def process_spec(host: str, port: int, served: ServedAdapter, spec: EngineSpec, key: str) -> ProcessSpec:
-    """vLLM's process, whose log is a new file in the user's state folder."""
-    template = run_template(served.run_config)
-    log_template(template)
+def log_file(host: str, port: int) -> Path:
+    """A new file in the user's state folder."""
     log = state_folder() / f"serve-{host}-{port}.log"
     log.unlink(missing_ok=True)
-    return ProcessSpec(
-        name=spec.name,
-        argv=serve_command(
-            spec,
-            adapter_name=served.adapter.name,
-            adapter_path=served.adapter.path,
-            host=host,
-            port=port,
-            template=template,
-        ),
-        env=serve_env(spec, {}, key),
-        log_path=log,
-    )
+    return log
 
 
 def warn_of_network(host: str) -> None:
@@ -143,7 +138,7 @@ def warn_of_network(host: str) -> None:
 def check_address(host: str, port: int) -> str:
     """The URL at which this machine reaches it. Raises ConfigError if it is taken or not this machine's.
 
-    vLLM would notice half a minute later.
+    The engine would notice half a minute later.
     """
     try:
         address = ipaddress.ip_address(host)
@@ -163,14 +158,18 @@ def check_address(host: str, port: int) -> str:
         ) from None
     if address.is_unspecified:
         address = ipaddress.ip_address(LOOPBACK if address.version == 4 else "::1")
-    return f"http://{address if address.version == 4 else f'[{address}]'}:{port}"
+    return url_of(str(address), port)
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def model_length(spec: EngineSpec) -> int:
     """Tokens of the longest sequence: what the model was made for, as far as the KV cache holds them.
 
-    -1: vLLM finds out. On a CPU it cannot, because its batches must be as long, and they get a size at the
-    start. A run's own limit always holds.
+    -1: the engine finds out. On a CPU it cannot, because its batches must be as long, and they get a size at
+    the start. A run's own limit always holds.
     """
     if spec.device == "cuda":
         return -1
@@ -178,7 +177,7 @@ def model_length(spec: EngineSpec) -> int:
     if not context or not cached:
         return spec.max_model_len
     block = cached * DTYPE_BYTES[spec.dtype] * CPU_BLOCK_SIZE
-    fitting = (int(spec.kv_cache_gib * 2**30) // block - 1) * CPU_BLOCK_SIZE  # vLLM keeps one for itself
+    fitting = (int(spec.kv_cache_gib * 2**30) // block - 1) * CPU_BLOCK_SIZE  # one is the engine's own
     length = max(spec.max_model_len, min(context, fitting))
     if length < context:
         logger.info(

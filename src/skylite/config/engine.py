@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from skylite.config.base_section import Section
+from skylite.user_functions import is_program
 
 CpuLora = Literal["merged", "dense", "stock"]
+VLLM = "vllm"
+"""The launcher that ships (engine/vllm/)."""
 
 
 class EngineConfig(Section):
     """The engines."""
 
+    launcher: str = VLLM
+    """What starts the engines: vllm, or FILE.py:Name, a class of yours like Launcher in
+    skylite/engine/interface.py."""
     num_engines: int = Field(1, ge=0)
     """Number of engines. algorithm.name=sft and dpo start none, so it is 0 there."""
     tensor_parallel: int = Field(1, ge=1)
@@ -38,3 +44,10 @@ class EngineConfig(Section):
     with the adapter merged in for batches of one version; faster, needs float32 and memory for a copy of the
     weights. stock: the engine's own kernels, which are several times slower and wrong in mixed batches. auto:
     merged if the copy fits and trainer.deterministic is false, else dense."""
+
+    @field_validator("launcher")
+    @classmethod
+    def check_launcher(cls, launcher: str) -> str:
+        if launcher != VLLM and not is_program(launcher):
+            raise ValueError(f'"{launcher}" is not a launcher; use {VLLM}, or FILE.py:Name.')
+        return launcher

@@ -83,6 +83,9 @@ def _resolve_programs(tree: dict[str, Any]) -> None:
     env = tree.get("env")
     if isinstance(env, dict) and isinstance(spec := env.get("episode"), str):
         env["episode"] = resolve_spec(spec)
+    engine = tree.get("engine")
+    if isinstance(engine, dict) and isinstance(spec := engine.get("launcher"), str):
+        engine["launcher"] = resolve_spec(spec)
     for name in ("advantage", "policy_loss"):
         if isinstance(algorithm, dict) and isinstance(spec := algorithm.get(name), str):
             algorithm[name] = resolve_spec(spec)

@@ -1,4 +1,4 @@
-"""Settings of the LoRA adapter, limited to what vLLM can serve."""
+"""Settings of the LoRA adapter, limited to what engines serve."""
 
 from __future__ import annotations
 
@@ -8,35 +8,18 @@ from pydantic import Field, field_validator
 
 from skylite.config.base_section import UPDATE, WHAT, Flag, Section
 from skylite.config.check_regex import check_regex
-from skylite.errors import ConfigError
-
-VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM accepts for --max-lora-rank (vllm/config/lora.py)."""
-
-
-def served_rank(rank: int) -> int:
-    """The smallest --max-lora-rank that vLLM accepts and that is at least `rank`.
-
-    Raises ConfigError if `rank` is above the largest.
-    """
-    if rank > VLLM_LORA_RANKS[-1]:
-        raise ConfigError(
-            f"LoRA rank {rank} is above {VLLM_LORA_RANKS[-1]}, the largest that vLLM serves.",
-            "Use a smaller rank.",
-        )
-    return next(r for r in VLLM_LORA_RANKS if r >= rank)
 
 
 class LoraConfig(Section):
     """The LoRA adapter under training."""
 
     rank: Annotated[int, Flag("--rank", UPDATE)] = Field(32, ge=1)
-    """LoRA rank, at most 512; vLLM reserves the next rank that it supports. A higher rank has more capacity
+    """LoRA rank, at most 512; engines reserve the next rank that they allow. A higher rank has more capacity
     and needs more memory."""
     alpha: Annotated[float, Flag("--alpha", UPDATE)] = Field(32.0, gt=0)
     """Scales the LoRA update by alpha / rank, or by alpha / sqrt(rank) with use_rslora."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout probability on the adapter's input during training. vLLM samples without dropout."""
+    """Dropout probability on the adapter's input during training. The engine samples without dropout."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Modules that get LoRA: "all-linear" (all but the LM head), or a list of module names and regular
     expressions. An expression must match the complete module path."""
@@ -56,22 +39,13 @@ class LoraConfig(Section):
     """Initialisation of the adapter: default (Kaiming A, zero B), gaussian or orthogonal. All three leave the
     base weights unchanged."""
     use_dora: bool = False
-    """Must stay false: vLLM does not serve DoRA."""
+    """Must stay false: engines do not serve DoRA."""
     bias: str = "none"
-    """Must stay "none": vLLM does not serve trained biases."""
+    """Must stay "none": engines do not serve trained biases."""
     modules_to_save: list[str] = []
-    """Must stay empty: vLLM does not serve fully trained modules."""
+    """Must stay empty: engines do not serve fully trained modules."""
 
     # One validator per field, because a validator of the section does not run if any of its fields is wrong.
-    @field_validator("rank")
-    @classmethod
-    def check_rank(cls, rank: int) -> int:
-        if rank > VLLM_LORA_RANKS[-1]:
-            raise ValueError(
-                f"{rank} is above {VLLM_LORA_RANKS[-1]}, the largest rank that vLLM serves; use a lower one."
-            )
-        return rank
-
     @field_validator("target_modules", "exclude_modules")
     @classmethod
     def check_modules(cls, modules: str | list[str]) -> str | list[str]:
@@ -84,7 +58,7 @@ class LoraConfig(Section):
     def check_dora(cls, use_dora: bool) -> bool:
         if use_dora:
             raise ValueError(
-                "true cannot be served: vLLM refuses DoRA adapters; leave it false (use_rslora=true works)."
+                "true cannot be served: engines refuse DoRA adapters; leave it false (use_rslora=true works)."
             )
         return use_dora
 
@@ -93,7 +67,7 @@ class LoraConfig(Section):
     def check_bias(cls, bias: str) -> str:
         if bias != "none":
             raise ValueError(
-                f'"{bias}" cannot be served: vLLM refuses adapters with biases; leave it "none".'
+                f'"{bias}" cannot be served: engines refuse adapters with biases; leave it "none".'
             )
         return bias
 
@@ -102,7 +76,7 @@ class LoraConfig(Section):
     def check_modules_to_save(cls, modules: list[str]) -> list[str]:
         if modules:
             raise ValueError(
-                f"{modules} cannot be served: vLLM loads LoRA matrices only; "
+                f"{modules} cannot be served: engines load LoRA matrices only; "
                 "list the modules in target_modules instead."
             )
         return modules
@@ -113,11 +87,6 @@ class LoraConfig(Section):
         if init not in ("default", "gaussian", "orthogonal"):
             raise ValueError(
                 f'"{init}" is refused: PiSSA, OLoRA, CorDA, LoftQ and EVA change or expect changed base '
-                "weights, which vLLM does not have; use default, gaussian or orthogonal."
+                "weights, which the engine does not have; use default, gaussian or orthogonal."
             )
         return init
-
-    @property
-    def vllm_rank(self) -> int:
-        """The --max-lora-rank that serves this rank."""
-        return served_rank(self.rank)

@@ -26,8 +26,8 @@ from packaging.specifiers import SpecifierSet
 
 from skylite import DISTRIBUTION
 from skylite.config.train import TrainConfig
-from skylite.engine.vllm.connections import open_files
-from skylite.engine.vllm.servable_models import check_build, vllm_version
+from skylite.engine.connections import open_files
+from skylite.engine.vllm.models import check_build, vllm_version
 from skylite.errors import ConfigError, SkyliteError, error_line
 from skylite.optional_packages import install_command, requirements
 from skylite.processes.file_tree import tree_bytes

@@ -12,9 +12,10 @@ import httpx
 
 from skylite.config.train import TrainConfig
 from skylite.doctor.checks import Finding, bad, note, ok
-from skylite.engine.vllm.external_server_command import external_server_command
-from skylite.engine.vllm.servable_models import vllm_version
-from skylite.engine.vllm.server_command import RUNTIME_LORA
+from skylite.engine.connections import KEY_VARIABLE, Address
+from skylite.engine.vllm.launcher import RUNTIME_LORA, own_server_command
+from skylite.engine.vllm.memory import served_rank
+from skylite.engine.vllm.models import vllm_version
 from skylite.errors import ConfigError, error_line
 from skylite.untrusted_text import parse_json
 
@@ -48,21 +49,18 @@ def probe_engine(url: str) -> list[Finding]:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{url!r} is not the URL of a server.", "Write it like http://127.0.0.1:8000.")
-    root = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
-    key = os.environ.get("VLLM_API_KEY")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=root, timeout=TIMEOUT_S, headers=headers) as client:
+    with Address.parse(url, os.environ.get(KEY_VARIABLE)).client(TIMEOUT_S) as client:
         try:
             models = _models(client)
         except (httpx.HTTPError, ValueError) as error:
-            fix = "set VLLM_API_KEY if it asks for a key; else check that vLLM serves there"
+            fix = f"set {KEY_VARIABLE} if it asks for a key; else check that vLLM serves there"
             return [bad(CHECK, f"{url} does not answer as vLLM does: {error_line(error)}", fix)]
         local = local_server(parts.hostname, parts.port or (443 if parts.scheme == "https" else 80))
         facts = [_version(client), _lora(client, models, local), _updating(client), _rank(local)]
     if any(finding.level == "bad" for finding in facts):
         base = next((m for m in models if not m.get("parent")), models[0])
-        command = external_server_command(
-            str(base.get("root") or base["id"]), TrainConfig().lora, parts.hostname, parts.port or 8000,
+        command = own_server_command(
+            str(base.get("root") or base["id"]), TrainConfig().lora.rank, parts.hostname, parts.port or 8000,
             tensor_parallel=1 if local is None else local.tensor_parallel,
         )  # fmt: skip
         facts = [replace(f, fix=f"start it with: {command}") if f.level == "bad" else f for f in facts]
@@ -149,7 +147,7 @@ def _updating(client: httpx.Client) -> Finding:
 
 
 def _rank(local: LocalServer | None) -> Finding:
-    wanted = TrainConfig().lora.vllm_rank
+    wanted = served_rank(TrainConfig().lora.rank)
     fix = f"start the server with --max-lora-rank {wanted}"
     if local is None:
         text = f"its largest LoRA rank is unknown from outside; skylite's default needs {wanted}"

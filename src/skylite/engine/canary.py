@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from skylite.adapters.manifest import SEQUENCES_PER_VERSION, Canary, read_manifest
 from skylite.data.chat_tokenizer import ChatTokenizer
@@ -19,7 +18,7 @@ from skylite.engine.canary_bf16 import (
 )
 from skylite.engine.canary_float32 import check_float32, read_float32
 from skylite.engine.canary_reading import CanaryReading
-from skylite.engine.vllm.server_command import BASE_NAME
+from skylite.engine.interface import BASE_NAME, Engine
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
 
@@ -56,16 +55,6 @@ def _starts(length: int) -> Iterator[int]:
         yield from range(0, length, step)
 
 
-class LogprobScorer(Protocol):
-    """Scores tokens: engine.retrying_client.Engine or engine.client.VllmClient."""
-
-    @property
-    def name(self) -> str: ...
-
-    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
-
-
 CanaryTokens = tuple[int, ...]
 """Token ids of a canary sequence."""
 Row = Sequence[float]
@@ -85,7 +74,7 @@ class EarlierAnswers:
 
 
 async def verify(
-    client: LogprobScorer,
+    client: Engine,
     adapter: AdapterVersion,
     canary: Canary,
     tolerance: float | None,
@@ -107,9 +96,7 @@ async def verify(
     return found.reading
 
 
-async def verify_folder(
-    client: LogprobScorer, adapter: AdapterVersion, tolerance: float | None
-) -> CanaryReading:
+async def verify_folder(client: Engine, adapter: AdapterVersion, tolerance: float | None) -> CanaryReading:
     """The same with the canary in the folder's manifest.
 
     Raises ModelError if the weights changed after publishing.
@@ -119,7 +106,7 @@ async def verify_folder(
 
 
 def _check_paired(
-    client: LogprobScorer, adapter: AdapterVersion, now: dict[CanaryTokens, Scores], earlier: EarlierAnswers
+    client: Engine, adapter: AdapterVersion, now: dict[CanaryTokens, Scores], earlier: EarlierAnswers
 ) -> CanaryReading:
     together = earlier.newest | {ids: scores for ids, scores in now.items() if scores.policy != scores.base}
     found, found_together = read_paired(joined(now.values())), read_together((together or now).values())
@@ -136,20 +123,20 @@ def _check_paired(
 
 
 async def _score_all(
-    client: LogprobScorer, name: str, canary: Canary, earlier: EarlierAnswers
+    client: Engine, name: str, canary: Canary, earlier: EarlierAnswers
 ) -> dict[CanaryTokens, Scores]:
     """Scores by sequence. What an engine computes together rounds in other ways, so it gets one at a time.
 
-    The base must be alone for another reason, too: vLLM's own CPU kernels apply an adapter to the base's
-    requests in the same batch. The first canary of an engine comes before any sampling.
+    The base must be alone for another reason, too: some kernels apply an adapter to the base's requests in
+    the same batch. The first canary of an engine comes before any sampling.
     """
     found = {}
     rows = zip(canary.sequences, canary.policy_logprobs, canary.base_logprobs, strict=True)
     for sequence, policy, base in rows:
         ids = tuple(sequence)
-        engine = await client.prompt_logprobs(name, ids)
+        engine = await client.score(name, ids)
         if ids not in earlier.base:
-            earlier.base[ids] = await client.prompt_logprobs(BASE_NAME, ids)
+            earlier.base[ids] = await client.score(BASE_NAME, ids)
         before = earlier.before.get(ids)
         found[ids] = Scores(
             engine=engine,

@@ -34,7 +34,7 @@ adapter's products, too."""
 MAX_GAP_ERRORS = 6.0
 """More than MAX_STANDARD_ERRORS: the gaps of a sequence's tokens are not independent."""
 MAX_ROUNDING = 1.0
-"""Largest mean gap of the base in nats. Larger than in the trainer, because vLLM rounds the logits too."""
+"""Largest mean gap of the base in nats. Larger than in the trainer, because engines round the logits too."""
 MOVED = 0.02
 """An adapter whose logprobs differ by this share of the rounding cannot give the same bits as another."""
 SAME_TOKENS, SAME_AT_LEAST, MOVED_CLEARLY = 0.02, 3, 0.2
@@ -154,7 +154,7 @@ def check_paired(name: str, engine: str, found: PairedReading) -> None:
         raise SyncFailed(
             f"{engine} and the trainer disagree about the base model: canary logprobs differ by "
             f"{reading.rounding:.3f} nats on average (limit {MAX_ROUNDING}).",
-            "They do not compute the same model. Compare the versions of vLLM and transformers.",
+            "They do not compute the same model. Compare the versions of the engine and transformers.",
         )
     if found.same_as:
         share = found.same_tokens[found.same_as]

@@ -92,7 +92,7 @@ def check_float32(name: str, engine: str, found: Float32Reading, tolerance: floa
         raise SyncFailed(
             f"{engine} and the trainer disagree about the base model: canary logprobs differ by up to "
             f"{found.base_gap:.4f} nats (tolerance {tolerance:g}).",
-            "They do not compute the same model. Compare the versions of vLLM and transformers.",
+            "They do not compute the same model. Compare the versions of the engine and transformers.",
         )
     if not reading.gap_max <= tolerance:
         raise SyncFailed(

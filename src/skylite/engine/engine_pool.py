@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from skylite.adapters.manifest import read_manifest
 from skylite.engine.canary import EarlierAnswers, verify
 from skylite.engine.canary_reading import CanaryReading
-from skylite.engine.retrying_client import Engine
+from skylite.engine.retrying_engine import RetryingEngine
 from skylite.errors import ModelError, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 
@@ -34,7 +34,7 @@ class SyncReport:
 class EnginePool:
     """The engines and the adapter versions that all of them serve."""
 
-    engines: Sequence[Engine]
+    engines: Sequence[RetryingEngine]
     tolerance: float | None
     """Of the canary; None: the rule of canary_bf16.py."""
     loaded: list[AdapterVersion] = field(default_factory=list)
@@ -79,7 +79,7 @@ class EnginePool:
             await self._unload_everywhere(adapter)
         return old
 
-    def engine_for(self, index: int) -> Engine:
+    def engine_for(self, index: int) -> RetryingEngine:
         """The engine for the prompt at `index`: round-robin."""
         return self.engines[index % len(self.engines)]
 

@@ -1,7 +1,7 @@
-"""What vLLM requires of a model whose matrices are divided among several GPUs (tensor parallelism).
+"""What engines require of a model whose matrices are divided among several GPUs (tensor parallelism).
 
-vLLM divides attention by heads and the MLP by its inner size. Key-value heads are divided too or, if there
-are fewer than GPUs, copied. It pads the vocabulary to a multiple of VOCABULARY_MULTIPLE.
+They divide attention by heads and the MLP by its inner size. Key-value heads are divided too or, if there
+are fewer than GPUs, copied. They pad the vocabulary to a multiple of VOCABULARY_MULTIPLE.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from skylite.untrusted_text import parse_json
 
 SETTING = "engine.tensor_parallel"
 QUEUE_BYTES = 240 << 20
-"""vLLM's largest queue (MessageQueue: 10 messages of 24 MiB). It starts only if so much is free."""
+"""The largest queue between an engine's workers. They start only if so much is free."""
 VOCABULARY_MULTIPLE = 64
-"""vLLM's DEFAULT_VOCAB_PADDING_SIZE."""
+"""DEFAULT_VOCAB_PADDING_SIZE of the engines."""
 TEXT_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config")
 """Sections of config.json that describe the language model of a model with several parts."""
 HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -34,11 +34,11 @@ INNER_SIZES = (
     "ffn_hidden_size",
     "n_inner",
 )
-"""Names of the MLP's inner sizes. vLLM divides those of experts too."""
+"""Names of the MLP's inner sizes. Those of experts are divided too."""
 
 
 def check_divisible(model_path: Path, gpus: int) -> None:
-    """Raise ConfigError if vLLM cannot divide the model in this folder among this many GPUs."""
+    """Raise ConfigError if no engine can divide the model in this folder among this many GPUs."""
     if gpus == 1:
         return
     config = text_section(parse_json(read_text(model_path / "config.json")))
@@ -60,8 +60,8 @@ def check_machine(gpus: int, visible: int, names: str) -> None:
         )
     if gpus > 1 and SHARED_MEMORY.is_dir() and (free := disk_usage(SHARED_MEMORY).free) < QUEUE_BYTES:
         raise ConfigError(
-            f"{SETTING}={gpus} needs {QUEUE_BYTES >> 20} MiB in {SHARED_MEMORY} for the queues of vLLM's "
-            f"workers, and {free >> 20} MiB are free.",
+            f"{SETTING}={gpus} needs {QUEUE_BYTES >> 20} MiB in {SHARED_MEMORY} for the queues of the "
+            f"engine's workers, and {free >> 20} MiB are free.",
             "Give the container more: docker run --shm-size=2g, or --ipc=host.",
         )
 
@@ -75,7 +75,7 @@ def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def padded_vocabulary(vocabulary: int) -> int:
-    """The rows of vLLM's embedding and head."""
+    """The rows of an engine's embedding and head."""
     return math.ceil(vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
@@ -91,7 +91,7 @@ def _obstacles(config: Mapping[str, Any], gpus: int) -> Iterator[str]:
             yield f"{name}={size} must be a multiple of it"
     for name, size in _sizes(config, ("vocab_size",)):
         if padded_vocabulary(size) % gpus:
-            yield f"{name}={size}, which vLLM pads to {padded_vocabulary(size)}, must be a multiple of it"
+            yield f"{name}={size}, padded to {padded_vocabulary(size)}, must be a multiple of it"
 
 
 def _sizes(config: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[tuple[str, int]]:

@@ -7,27 +7,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from skylite.config.engine import EngineConfig
-from skylite.engine.retrying_client import Engine
-from skylite.engine.vllm.client import VllmClient
-from skylite.engine.vllm.hang_detection import wait_for_hang
-from skylite.engine.vllm.server_command import EngineSpec, engine_command, engine_env
-from skylite.engine.vllm.startup_progress import engine_starting
-from skylite.errors import ChildDied, RunFailed
-from skylite.processes.child import POLL_S, Child, ProcessSpec, Supervisor, child_died, log_tail, poll
+from skylite.engine.interface import Engine, EngineSpec, Launcher
+from skylite.engine.retrying_engine import RetryingEngine
+from skylite.errors import ChildDied, EngineDead, EngineFailed, RunFailed
+from skylite.processes.child import (
+    POLL_S,
+    Child,
+    ProcessSpec,
+    Supervisor,
+    child_died,
+    log_tail,
+    poll,
+    raw_log_tail,
+)
+from skylite.progress_reporting import LongWork, duration, long_work
 from skylite.run.run_dir import AdapterVersion
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOG_LINES = 15
+PROGRESS_POLL_S = 1.0
+"""Longest interval between two checks of an engine's progress."""
+READY_POLL_S = 0.2
 
-Verify = Callable[[VllmClient, AdapterVersion], Awaitable[object]]
+Verify = Callable[[Engine, AdapterVersion], Awaitable[object]]
 """Raises SyncFailed unless the engine samples from the adapter that it has just reloaded."""
 
 
@@ -45,29 +56,37 @@ class RestartPolicy:
 class Watchdog:
     """One engine: its process, and how it restarts. Other engines are not affected."""
 
+    launcher: Launcher
     spec: EngineSpec
-    logs: Path
     supervisor: Supervisor
     restarts: RestartPolicy
     child: Child
 
     @classmethod
-    def start(cls, spec: EngineSpec, logs: Path, supervisor: Supervisor, restarts: RestartPolicy) -> Watchdog:
+    def start(
+        cls,
+        launcher: Launcher,
+        spec: EngineSpec,
+        logs: Path,
+        supervisor: Supervisor,
+        restarts: RestartPolicy,
+    ) -> Watchdog:
         """Start the server.
 
         Until `keep_alive`, the supervisor watches it like any child and ends the run if it fails, because it
         would fail again.
         """
-        return cls(spec, logs, supervisor, restarts, supervisor.start(_process(spec, logs)))
+        process = engine_process(launcher, spec, logs / f"{spec.name}.log")
+        return cls(launcher, spec, supervisor, restarts, supervisor.start(process))
 
-    async def wait_ready(self) -> Engine:
+    async def wait_ready(self) -> RetryingEngine:
         """Wait until the engine serves. Raises RunFailed."""
-        client = VllmClient(self.spec.name, self.spec.uds, max_connections=self.spec.max_num_seqs)
-        with engine_starting(self.spec, self.child):
-            await client.wait_ready(self.restarts.config.start_timeout_s)
-        return Engine(client)
+        engine = self.launcher.connect(self.spec)
+        with engine_starting(self.launcher, self.spec, self.child):
+            await wait_ready(engine, self.restarts.config.start_timeout_s, self.child.spec.log_path)
+        return RetryingEngine(engine)
 
-    async def keep_alive(self, engine: Engine) -> NoReturn:
+    async def keep_alive(self, engine: RetryingEngine) -> NoReturn:
         """Restart the server whenever it fails. Raises the last RunFailed after `max_restarts` restarts."""
         self.supervisor.leave_to_caller(self.spec.name)
         allowed, counts = self.restarts.config.max_restarts, self.restarts.counts
@@ -84,25 +103,27 @@ class Watchdog:
                 error = await self._wait_for_failure(engine)
         raise error
 
-    async def _wait_for_failure(self, engine: Engine) -> RunFailed:
+    async def _wait_for_failure(self, engine: RetryingEngine) -> RunFailed:
         """Return the reason once the process ends or hangs."""
         try:
-            hang = await self._while_alive(wait_for_hang(engine, self.restarts.config.stall_timeout_s))
+            hang = await while_alive(self.child, wait_for_hang(engine, self.restarts.config.stall_timeout_s))
         except ChildDied as error:
             return error
         log = self.child.spec.log_path
         return ChildDied(hang.what, f"Its log is {log}.", log_tail(log, LOG_LINES, self.child.log_start))
 
-    async def _restart(self, engine: Engine) -> None:
+    async def _restart(self, engine: RetryingEngine) -> None:
         """Start a new server and load the engine's adapters. Raises RunFailed."""
         self.supervisor.stop_child(self.spec.name, timeout_s=0)
-        self.spec.uds.unlink(missing_ok=True)  # vLLM cannot bind to an existing socket
-        self.child = self.supervisor.start(_process(self.spec, self.logs))
+        if socket := self.spec.address.socket:
+            socket.unlink(missing_ok=True)  # no server can bind to an existing one
+        process = engine_process(self.launcher, self.spec, self.child.spec.log_path)
+        self.child = self.supervisor.start(process)
         self.supervisor.leave_to_caller(self.spec.name)
-        client = VllmClient(self.spec.name, self.spec.uds, max_connections=self.spec.max_num_seqs)
+        client = self.launcher.connect(self.spec)
         try:
             async with asyncio.timeout(self.restarts.config.start_timeout_s):
-                await self._while_alive(self._reload_adapters(client, list(engine.adapters.values())))
+                await while_alive(self.child, self._reload_adapters(client, list(engine.adapters.values())))
         except TimeoutError:
             await client.aclose()
             timeout_s = self.restarts.config.start_timeout_s
@@ -114,31 +135,110 @@ class Watchdog:
             raise
         await engine.resume(client)
 
-    async def _reload_adapters(self, client: VllmClient, adapters: list[AdapterVersion]) -> None:
+    async def _reload_adapters(self, client: Engine, adapters: list[AdapterVersion]) -> None:
         """Wait until the server serves, then load and verify the adapters."""
-        await client.wait_ready(self.restarts.config.start_timeout_s)
+        await wait_ready(client, self.restarts.config.start_timeout_s, self.child.spec.log_path)
         for adapter in adapters:
             await client.load_adapter(adapter)
             await self.restarts.verify(client, adapter)
 
-    async def _while_alive(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Raises ChildDied if the process ends first."""
-        task = asyncio.ensure_future(work)
-        try:
-            while not task.done():
-                if poll(self.child) is not None:
-                    raise child_died(self.child)
-                await asyncio.wait({task}, timeout=POLL_S)
-            return task.result()
-        finally:
-            task.cancel()
 
-
-def _process(spec: EngineSpec, logs: Path) -> ProcessSpec:
+def engine_process(launcher: Launcher, spec: EngineSpec, log_path: Path) -> ProcessSpec:
+    """The server's process. A public one, behind a token, shares the machine's network."""
     return ProcessSpec(
         name=spec.name,
-        argv=engine_command(spec),
-        env=engine_env(spec, {}),
-        log_path=logs / f"{spec.name}.log",
-        own_network=not spec.shared_network,
+        argv=launcher.command(spec),
+        env=launcher.environment(spec),
+        log_path=log_path,
+        own_network=not spec.shared_network and spec.address.socket is not None,
+    )
+
+
+@contextmanager
+def engine_starting(
+    launcher: Launcher, spec: EngineSpec, child: Child, *, is_logged: bool = True
+) -> Iterator[LongWork]:
+    """Show what the server does until the block ends, which is when it serves. `is_logged`: log that then."""
+
+    def state() -> str:
+        return launcher.startup_state(raw_log_tail(child.spec.log_path, child.log_start))
+
+    with long_work(f"{spec.name} starts", detail=state) as work:
+        yield work
+    if is_logged:
+        logger.info(f"{spec.name} is ready after {duration(work.elapsed_s)}")
+
+
+def bring_up(
+    launcher: Launcher,
+    spec: EngineSpec,
+    child: Child,
+    timeout_s: float,
+    adapter: AdapterVersion | None = None,
+) -> None:
+    """Wait until a server that no watchdog restarts serves, and load the adapter. Raises RunFailed."""
+
+    async def connect() -> None:
+        engine = launcher.connect(spec)
+        try:
+            await wait_ready(engine, timeout_s, child.spec.log_path)
+            if adapter is not None:
+                await engine.load_adapter(adapter)
+        finally:
+            await engine.aclose()
+
+    asyncio.run(while_alive(child, connect()))
+
+
+async def while_alive(child: Child, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises ChildDied if the process ends first."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            if poll(child) is not None:
+                raise child_died(child)
+            await asyncio.wait({task}, timeout=POLL_S)
+        return task.result()
+    finally:
+        task.cancel()
+
+
+async def wait_ready(engine: Engine, timeout_s: float, log: Path) -> None:
+    """Wait until the engine serves. Raises RunFailed after `timeout_s`."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not await engine.is_ready():
+        if asyncio.get_running_loop().time() > deadline:
+            raise RunFailed(
+                f"{engine.name} did not serve within {timeout_s:.0f} s.",
+                f"Read {log}, or raise engine.start_timeout_s.",
+            )
+        await asyncio.sleep(READY_POLL_S)
+
+
+async def wait_for_hang(engine: RetryingEngine, stall_timeout_s: float) -> EngineFailed:
+    """Return the reason once the engine fails.
+
+    It fails if it reports so, or if it does not answer or makes no progress for `stall_timeout_s` while
+    requests are in flight. Whether it serves is not enough: a server may answer while its engine hangs. The
+    progress covers all requests, so a request that waits in the queue is no hang. Streaming would detect
+    hangs too, but costs time for every token.
+    """
+    clock = asyncio.get_running_loop().time
+    progress, since = -1.0, clock()
+    failure: EngineFailed | None = None
+    while clock() - since <= stall_timeout_s:
+        engine.note_work(since)
+        await asyncio.sleep(min(PROGRESS_POLL_S, stall_timeout_s / 4))
+        try:
+            now, failure = await engine.progress(), None
+        except EngineDead as error:
+            return error
+        except EngineFailed as error:
+            failure = error
+            continue
+        if now != progress or engine.in_flight == 0:
+            progress, since = now, clock()
+    return failure or EngineFailed(
+        f"{engine.name} generated no token for {stall_timeout_s:g} s while {engine.in_flight} requests "
+        "waited, and it reports no problem."
     )

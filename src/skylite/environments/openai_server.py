@@ -26,8 +26,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from skylite.config.train import TrainConfig
-from skylite.engine.vllm.client import Sampling
-from skylite.engine.vllm.server_command import HEADER_BYTES
+from skylite.engine.connections import HEADER_BYTES
+from skylite.engine.interface import Sampling
 from skylite.environments.chat_reply import ChatReply
 from skylite.environments.chat_request import ApiError, ChatMessage, ChatRequest, parse_request
 from skylite.environments.parse_reply import parse_reply

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skylite.engine.vllm.client import Sampling
+from skylite.engine.interface import Sampling
 from skylite.types import Call
 
 

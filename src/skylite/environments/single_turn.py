@@ -9,7 +9,7 @@ from typing import Protocol
 
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer, encode_in_thread
-from skylite.engine.vllm.client import Sampling
+from skylite.engine.interface import Sampling
 from skylite.environments.source import EVAL_STEP, GroupRequest, OnGroup, gather_or_cancel, request_seed
 from skylite.types import Group, Prompt, Score, Trajectory
 

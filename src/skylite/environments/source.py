@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from skylite.engine.vllm.client import Sampling
+from skylite.engine.interface import Sampling
 from skylite.types import Call, Group, Prompt
 
 T = TypeVar("T")

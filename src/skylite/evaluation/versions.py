@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from skylite.engine.retrying_client import Engine
-from skylite.engine.vllm.server_command import BASE_NAME
+from skylite.engine.interface import BASE_NAME
+from skylite.engine.retrying_engine import RetryingEngine
 from skylite.environments.source import GroupRequest, RolloutSource, gather_or_cancel
 from skylite.evaluation.evaluate import EvalResult, evaluate
 from skylite.run.run_dir import AdapterVersion
@@ -40,7 +40,7 @@ class ProblemSet:
 
 
 async def evaluate_subjects(
-    engine: Engine,
+    engine: RetryingEngine,
     subjects: Sequence[Subject],
     problem_sets: Sequence[ProblemSet],
     n: int,

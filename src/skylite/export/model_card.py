@@ -11,6 +11,7 @@ from pathlib import Path
 
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, read_prompts
+from skylite.engine.vllm.memory import served_rank
 from skylite.errors import DataError
 from skylite.evaluation.confidence_interval import score_name, score_value
 from skylite.export.canary_check import Check
@@ -77,6 +78,7 @@ def shown_base(plan: ExportPlan) -> str:
 
 def use(plan: ExportPlan) -> str:
     rank = plan.manifest.rank
+    reserved = served_rank(plan.run_config.config.lora.rank)
     if plan.gguf and not plan.merge:
         return f"```bash\nllama-cli -m {plan.name}-{plan.dtype}.gguf\n```"
     if plan.merge:
@@ -90,7 +92,7 @@ def use(plan: ExportPlan) -> str:
         "```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n\n"
         'model = AutoPeftModelForCausalLM.from_pretrained("FOLDER")\n'
         'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n'
-        f"```bash\nvllm serve BASE --enable-lora --max-lora-rank {plan.run_config.config.lora.vllm_rank} "
+        f"```bash\nvllm serve BASE --enable-lora --max-lora-rank {reserved} "
         f"--lora-modules mine=FOLDER\n```\n\nThe rank is {rank}."
     )
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import skylite
 from skylite.data.prompts import first_messages
-from skylite.engine.retrying_client import Engine
-from skylite.engine.vllm.server_command import BASE_NAME
-from skylite.engine.vllm.single_engine import run_on_engine, single_engine_spec
+from skylite.engine.connections import Address
+from skylite.engine.interface import BASE_NAME, Launcher
+from skylite.engine.retrying_engine import RetryingEngine
+from skylite.engine.start_engines import run_on_engine, single_engine_spec
 from skylite.export.canary_check import Check, check_export, versions
 from skylite.export.model_card import MESSAGES, data_info, model_card
 from skylite.export.plan import ExportPlan
@@ -26,12 +27,12 @@ RECORD = "export.json"
 CARD = "README.md"
 
 
-def export(plan: ExportPlan, *, check_vllm: bool) -> list[Check]:
+def export(plan: ExportPlan, *, launcher: Launcher | None) -> list[Check]:
     """Write the export's folder, complete and checked, or nothing. Raises SkyliteError subclasses."""
     with atomic_folder(plan.out, plan.num_bytes) as folder:
         checks = export_weights(plan, folder)
-        if check_vllm:
-            checks.append(asyncio.run(_check_with_vllm(plan, folder)))
+        if launcher is not None:
+            checks.append(asyncio.run(_check_with_engine(plan, folder, launcher)))
         data = data_info(plan.run_config.config)
         (folder / CARD).write_text(model_card(plan, data, checks), encoding="utf-8")
         if data is not None and (messages := first_messages(data)):
@@ -62,25 +63,27 @@ def record_of(plan: ExportPlan, folder: Path, checks: list[Check]) -> dict[str, 
     }
 
 
-async def _check_with_vllm(plan: ExportPlan, folder: Path) -> Check:
-    """Serve the folder with vLLM and compare its logprobs."""
+async def _check_with_engine(plan: ExportPlan, folder: Path, launcher: Launcher) -> Check:
+    """Serve the folder with an engine and compare its logprobs."""
     config, canary = plan.run_config.config, plan.manifest.canary
     adapter = None if plan.merge else AdapterVersion(plan.served.adapter.version, folder)
     served = None if adapter is None else replace(plan.served, adapter=adapter)
     model_path = folder if plan.merge else plan.base.path
 
-    async def score(engine: Engine) -> tuple[list[list[float]], list[list[float]] | None]:
+    async def score(engine: RetryingEngine) -> tuple[list[list[float]], list[list[float]] | None]:
         """Of the export, and of the base if the engine has it, too."""
         if adapter is not None:
             await engine.load_adapter(adapter)
         found = [
-            [await engine.prompt_logprobs(name, ids) for ids in canary.sequences]
+            [await engine.score(name, ids) for ids in canary.sequences]
             for name in ([] if adapter is None else [adapter.name]) + [BASE_NAME]
         ]
         return found[0], found[1] if adapter is not None else None
 
-    spec = single_engine_spec(config, served, model_path, Path("unused"))
-    logprobs, base = await run_on_engine(config, lambda uds: replace(spec, uds=uds), score)
+    spec = single_engine_spec(launcher, config, served, model_path, Address.of_socket(Path("unused")))
+    logprobs, base = await run_on_engine(
+        launcher, config, lambda address: replace(spec, address=address), score
+    )
     is_exact = spec.dtype == "float32" and (adapter is not None or plan.dtype == "float32")
     what = "adapter weights" if adapter is not None else f"merged weights in {plan.dtype}"
     return check_export(

@@ -60,7 +60,7 @@ class ProcessSpec:
     """The process to start."""
 
     name: str
-    """Name in error messages, e.g. "vllm-0"."""
+    """Name in error messages, e.g. "engine-0"."""
     argv: Sequence[str]
     env: Mapping[str, str]
     """Variables added to the parent's environment. Imports do not see the working folder (import_path.py)."""

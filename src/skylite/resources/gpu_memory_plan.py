@@ -17,10 +17,9 @@ from typing import Literal
 
 from skylite.config.engine import CpuLora
 from skylite.config.train import TrainConfig
+from skylite.engine.start_engines import MAX_LORAS
 from skylite.engine.tensor_parallel import check_divisible
-from skylite.engine.vllm.cpu_lora import MERGED_MEMORY
-from skylite.engine.vllm.server_command import CPU_BATCHED_TOKENS
-from skylite.engine.vllm.start_engines import MAX_LORAS
+from skylite.engine.vllm.memory import CPU_BATCHED_TOKENS, MERGED_MEMORY, served_rank
 from skylite.errors import ConfigError
 from skylite.notes import Note, warning
 from skylite.processes.gpus import Gpu, visible_gpus
@@ -239,7 +238,7 @@ def engine_memory(
     merged = MERGED_MEMORY * DTYPE_BYTES["bfloat16"] if device == "cpu" and cpu_lora == "merged" else 0
     return EngineMemory(
         weights=int(part.parameters * (item + merged)),
-        lora_slots=max_loras * config.lora.vllm_rank * part.slots_per_rank * item,
+        lora_slots=max_loras * served_rank(config.lora.rank) * part.slots_per_rank * item,
         activations=tokens * (2 * part.intermediate + 4 * hidden + experts) * item + logits,
         process=ENGINE_PROCESS[device] + (TENSOR_PARALLEL_BUFFERS if gpus > 1 else 0),
         kv_per_token=(part.cached or 0) * item,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from skylite.adapters.target_modules import EXPERTS, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.tensor_parallel import HEADS, text_section
-from skylite.engine.vllm.servable_models import packed_layers
+from skylite.engine.vllm.memory import packed_layers
 from skylite.hub.resolve import tensor_shapes
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json

@@ -20,11 +20,10 @@ from skylite.adapters.target_modules import check_target_names
 from skylite.config.provenance import NOTHING_TYPED, Provenance
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.data.chat_tokenizer import load_tokenizer, read_template, template_notes
-from skylite.engine.trainable_models import check_trainable
-from skylite.engine.vllm.connections import open_files
-from skylite.engine.vllm.context_length import check_context
-from skylite.engine.vllm.cpu_lora import choose_cpu_lora, engine_notes
-from skylite.engine.vllm.servable_models import check_build, check_lora, check_torchvision
+from skylite.engine.connections import open_files
+from skylite.engine.interface import Launcher
+from skylite.engine.launchers import load_launcher
+from skylite.engine.model_limits import check_context, check_trainable
 from skylite.errors import ConfigError, convert_os_errors
 from skylite.hub.resolve import ResolvedModel, resolve_model
 from skylite.loggers.writers import require_libraries
@@ -40,7 +39,7 @@ from skylite.rollout.data_filter import without_foreign_filter
 from skylite.rollout.plan_messages import data_note, held_out_note, settings_notes
 from skylite.rollout.prompt_check import clock_note
 from skylite.rollout.sources import ScoredData, source_for
-from skylite.rollout.trusted_programs import allow_algorithm
+from skylite.rollout.trusted_programs import allow_algorithm, allow_launcher
 from skylite.run.files import sha256_file, write_json
 from skylite.run.own_folders import mark_sync_folder, refuse_live
 from skylite.run.run_dir import RunDir, published_versions
@@ -107,8 +106,10 @@ def plan_run(
     reward_notes = [*scored.notes, *source.check_rewards(scored, info, train)]
     config = scored.config
     programs = scored.programs | allow_algorithm(config.algorithm, provenance)
+    programs |= allow_launcher(config, provenance)
+    launcher = load_launcher(config, programs)
     config, device_notes = device_defaults(config, choose_device())
-    model = choose_model(config)
+    model = choose_model(config, launcher)
     config, adapter_notes = adopt_adapter(config, _chosen(config, provenance), model.path)
     with contextlib.closing(load_tokenizer(model.path, template)) as tokenizer:
         prompts = source.check_prompts(tokenizer, config, model.path, train, held_out)
@@ -124,7 +125,7 @@ def plan_run(
         *adapter_notes,
         *(length_note, *device_notes),
     )
-    resolved = resolve_choices(config, run, model, notes).model_copy(
+    resolved = resolve_choices(config, run, model, launcher, notes).model_copy(
         update={
             "programs": programs,
             "chat_template": template.text,
@@ -150,22 +151,21 @@ def _chosen(config: TrainConfig, provenance: Provenance) -> set[str]:
     return {name for name in names if provenance.file_of(name) is None}
 
 
-def choose_model(config: TrainConfig) -> ResolvedModel:
+def choose_model(config: TrainConfig, launcher: Launcher) -> ResolvedModel:
     """The model's folder, on a machine that can train it. Raises SkyliteError."""
     device = choose_device()
     choose_dtype(config.model.dtype, device)
     check_device(config, device)
     check_network(config)
     if config.engine.num_engines:
-        check_build(device)
-        check_torchvision()
+        launcher.check_machine(device)
     model = resolve_model(config.model.name)
     check_trainable(model.path)
     return model
 
 
 def resolve_choices(
-    config: TrainConfig, run: RunDir, model: ResolvedModel, notes: Sequence[Note]
+    config: TrainConfig, run: RunDir, model: ResolvedModel, launcher: Launcher, notes: Sequence[Note]
 ) -> Resolved:
     """Choose dtype, GPUs, memory and folders; add a note on each choice. Raises SkyliteError."""
     device = choose_device()
@@ -173,13 +173,12 @@ def resolve_choices(
     placement = place(config, device)
     target_notes = check_target_names(model.path, config.lora)
     check_context(config, model.path)
-    same_bits = config.trainer.deterministic
-    cpu_lora = choose_cpu_lora(config.engine.cpu_lora, dtype, model.path, deterministic=same_bits)
+    cpu_lora = launcher.choose_cpu_lora(config, dtype, model.path)
     of_engines: list[Note | str | None] = []
     if config.engine.num_engines:
         of_engines = [
-            check_lora(model.path, device, config.lora),
-            *engine_notes(device, dtype, config.engine.cpu_lora, cpu_lora, deterministic=same_bits),
+            launcher.check_model(model.path, device, config.lora.rank, config.lora),
+            *launcher.notes(config, device, dtype, cpu_lora),
         ]
     memory = plan_memory(config, model.path, device, dtype, cpu_lora, placement)
     notes = notes_of(

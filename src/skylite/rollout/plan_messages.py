@@ -44,13 +44,8 @@ def held_out_note(held_out: Sequence[Prompt]) -> Note | None:
 
 
 def settings_notes(config: TrainConfig) -> list[Note]:
-    """Notes on unusual settings, on the scale of LoRA, and on its rank, which the engine rounds up."""
+    """Notes on unusual settings, and on the scale of LoRA."""
     notes: list[Note | str] = []
-    if config.lora.vllm_rank != config.lora.rank:
-        notes.append(
-            f"vLLM is started for LoRA rank {config.lora.vllm_rank}, the smallest rank it allows "
-            f"that holds rank {config.lora.rank}"
-        )
     lora = config.lora
     divisor, text = (math.sqrt(lora.rank), "sqrt(rank)") if lora.use_rslora else (lora.rank, "rank")
     notes.append(

@@ -34,7 +34,7 @@ from skylite.rollout.plan import (
 from skylite.rollout.prompt_check import without
 from skylite.rollout.sources import source_for
 from skylite.rollout.step_metrics import recovered_metrics, require_numbers
-from skylite.rollout.trusted_programs import accept_same_rewards, allow_algorithm
+from skylite.rollout.trusted_programs import accept_same_rewards, allow_algorithm, allow_launcher
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
 from skylite.run.files import fsync_path
 from skylite.run.metrics_file import read_metrics, remove_scores_after, write_metrics
@@ -77,6 +77,7 @@ def plan_resume(
         keep=RewardParameters.model_fields,  # the run has recorded them
     )
     programs = allow_algorithm(config.algorithm, provenance)
+    programs |= allow_launcher(config, provenance)
     recorded = _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)
@@ -256,6 +257,7 @@ ROUNDING_CHANGES = (
     "trainer.checkpointing",
     "trainer.attention",
     "trainer.deterministic",
+    "engine.launcher",
     "engine.num_engines",
     "engine.max_num_seqs",
     "engine.kv_cache_gib",

@@ -13,7 +13,8 @@ from skylite.adapters.manifest import read_manifest
 from skylite.adapters.target_modules import predict_target_modules
 from skylite.engine.canary import DEFAULT_TOLERANCE, verify_folder
 from skylite.engine.engine_pool import EnginePool
-from skylite.engine.vllm.start_engines import engines_for_modules, start_engines
+from skylite.engine.launchers import load_launcher
+from skylite.engine.start_engines import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
 from skylite.errors import (
     OutOfMemory,
@@ -166,7 +167,8 @@ async def _run(
             verify=partial(verify_folder, tolerance=tolerance),
             counts=progress.restarts,
         )
-        starting = start_engines(plan.run_config, plan.run.logs, modules, supervisor, restarts)
+        launcher = load_launcher(plan.config, plan.resolved.programs)
+        starting = start_engines(launcher, plan.run_config, plan.run.logs, modules, supervisor, restarts)
         watchdogs = await stack.enter_async_context(starting)
         progress.event("engines_started")
         supervisor.start(_trainer_spec(plan, resume))

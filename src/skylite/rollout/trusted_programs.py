@@ -21,6 +21,8 @@ from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.provenance import NOTHING_TYPED, Provenance
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo
+from skylite.engine.interface import Launcher
+from skylite.engine.launchers import load_launcher
 from skylite.environments.episode_spec import check_episode
 from skylite.errors import ConfigError, WriteFailed
 from skylite.processes.private_folders import state_folder
@@ -30,6 +32,7 @@ from skylite.user_functions import (
     ADVANTAGE,
     CODE_IN_DATA,
     EPISODE,
+    LAUNCHER,
     POLICY_LOSS,
     REWARD,
     FunctionKind,
@@ -124,6 +127,20 @@ def allow_episode(spec: str, provenance: Provenance = NOTHING_TYPED) -> dict[str
     """Check that env.episode may run. Raises ConfigError if only a file names it."""
     check_episode(spec)
     return _allow([spec], EPISODE, provenance)
+
+
+def allow_launcher(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) -> dict[str, str]:
+    """Check that engine.launcher may run. Raises ConfigError if only a file names it."""
+    spec = config.engine.launcher
+    if not is_program(spec):
+        return {}
+    check_function(spec, LAUNCHER)
+    return _allow([spec], LAUNCHER, provenance)
+
+
+def allowed_launcher(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) -> Launcher:
+    """The launcher, for a command that starts one engine. Raises ConfigError if only a file names it."""
+    return load_launcher(config, allow_launcher(config, provenance))
 
 
 def accept_same_rewards(

@@ -1,105 +1,110 @@
-"""vLLM's HTTP API for runs, one attempt per call. completions_reply.py checks the replies.
-
-chat_client.py and doctor/engine_probe.py ask vLLM, too.
-"""
+"""An engine over vLLM's HTTP API, one attempt per call, and what it reads of the replies."""
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from skylite.engine.vllm.completions_reply import Choice, SampleReply, ScoreReply
-from skylite.engine.vllm.connections import MAX_CONNECTIONS, STATUS_CONNECTIONS, connect
+from skylite.engine.connections import MAX_CONNECTIONS, Address, Connections
+from skylite.engine.interface import Sampling
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Call
 
 REQUEST_TIMEOUT_S = 1800.0
 """Long, because a group may queue behind others on a slow engine. The watchdog detects hangs earlier."""
-STATUS_TIMEOUT_S = 5.0
-"""For /health and /metrics, which vLLM's server answers without its engine process."""
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Logprobs(_Strict):
+    token_logprobs: list[float]
+
+
+class _Choice(_Strict):
+    """A completion."""
+
+    index: int
+    text: str
+    prompt_token_ids: list[int]
+    token_ids: list[int] = Field(min_length=1)
+    logprobs: _Logprobs
+    finish_reason: Literal["stop", "length"]
+
+
+class _Aborted(_Strict):
+    """A completion that vLLM's engine dropped. The HTTP status is still 200."""
+
+    index: int
+    finish_reason: Literal["abort"]
+
+
+class _SampleReply(_Strict):
+    """The completions of one prompt."""
+
+    model: str
+    choices: list[_Choice | _Aborted]
+
+
+class _Token(_Strict):
+    logprob: float
+
+
+class _Scored(_Strict):
+    prompt_logprobs: list[dict[str, _Token] | None]
+
+
+class _ScoreReply(_Strict):
+    """The logprobs of one prompt."""
+
+    choices: list[_Scored] = Field(min_length=1)
 
 
 Reply = TypeVar("Reply", bound=BaseModel)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """Sampling parameters. All are sent explicitly, because the server fills in unset ones."""
-
-    temperature: float
-    """0 is greedy."""
-    top_p: float
-    """Sample from the most likely tokens with this total probability; 1: all."""
-    top_k: int
-    """Sample from this many most likely tokens; 0: all."""
-    max_tokens: int
-    stop_token_ids: tuple[int, ...]
-    """The model's end-of-turn tokens."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a completion and stay in its text."""
-    seed: int
-    """vLLM uses seed + i for sample i of a request."""
-
-
 class VllmClient:
-    """Client of one vLLM server. Owns its connections; close it with `aclose`."""
+    """Client of one vLLM server: an interface.Engine. Owns its connections; close it with `aclose`."""
 
     def __init__(
         self,
         name: str,
-        socket_path: Path,
+        address: Address,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self.name = name
         self._request_timeout_s = request_timeout_s
-        # Requests wait at the semaphore: httpx's own queue takes quadratic time.
-        self._slots = asyncio.Semaphore(max_connections)
-        self._prompts = connect(socket_path, max_connections)
-        self._status = connect(socket_path, STATUS_CONNECTIONS)
+        self._connections = Connections(name, address, max_connections)
 
     async def aclose(self) -> None:
         """Close the connections."""
-        await self._prompts.aclose()
-        await self._status.aclose()
+        await self._connections.aclose()
 
     async def is_ready(self) -> bool:
         """Whether /health answers 200."""
         try:
-            return (await self._send("GET", "/health", None, STATUS_TIMEOUT_S)).status_code == httpx.codes.OK
+            return (await self._connections.send("GET", "/health")).status_code == httpx.codes.OK
         except EngineFailed:
             return False
 
-    async def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the engine serves. Raises RunFailed after `timeout_s`."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while not await self.is_ready():
-            if asyncio.get_running_loop().time() > deadline:
-                raise RunFailed(
-                    f"{self.name} did not serve within {timeout_s:.0f} s.",
-                    f"Read logs/{self.name}.log, or raise engine.start_timeout_s.",
-                )
-            await asyncio.sleep(0.2)
-
-    async def token_count(self) -> float:
-        """Prompt and generated tokens since the server started.
+    async def progress(self) -> float:
+        """Prompt and generated tokens since the server started. vLLM answers this without its engine process.
 
         Raises EngineDead if the server reports that its engine is dead, EngineFailed without a usable count.
         """
-        health = await self._send("GET", "/health", None, STATUS_TIMEOUT_S)
+        health = await self._connections.send("GET", "/health")
         if health.status_code != httpx.codes.OK:
             raise EngineDead(f"{self.name} reports that its engine is dead (/health: {health.status_code}).")
-        counts = _TOKENS.findall((await self._send("GET", "/metrics", None, STATUS_TIMEOUT_S)).text)
+        counts = _TOKENS.findall((await self._connections.send("GET", "/metrics")).text)
         if not counts:
             raise EngineFailed(f"{self.name} does not count its tokens in /metrics.")
         try:
@@ -113,10 +118,10 @@ class VllmClient:
             )
         return total
 
-    async def sample(
+    async def generate(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
-    ) -> dict[int, Call]:
-        """Up to `n` completions of one prompt, by sample index. Completions that vLLM aborted are missing.
+    ) -> list[Call | None]:
+        """[n] completions of one prompt; None for those that vLLM aborted or left out.
 
         Args:
             model: served name of the base or of an adapter version. The reply must name it too.
@@ -144,7 +149,7 @@ class VllmClient:
             "logprobs": 0,
             "return_token_ids": True,
         }
-        reply = await self._post("/v1/completions", request, SampleReply)
+        reply = await self._complete(request, _SampleReply)
         if reply.model != model:
             raise SyncFailed(
                 f"{self.name} sampled from {reply.model} instead of {model}; its completions were discarded."
@@ -152,13 +157,13 @@ class VllmClient:
         indices = [choice.index for choice in reply.choices]
         if len(set(indices)) != len(indices) or not set(indices) <= set(range(n)):
             raise EngineFailed(f"{self.name} returned completions with the indices {indices[:20]} for n={n}.")
-        return {
-            c.index: self._to_sample(c, prompt_token_ids, sampling, version)
-            for c in reply.choices
-            if isinstance(c, Choice)
-        }
+        calls: list[Call | None] = [None] * n
+        for choice in reply.choices:
+            if isinstance(choice, _Choice):
+                calls[choice.index] = self._to_sample(choice, prompt_token_ids, sampling, version)
+        return calls
 
-    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
         """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
         request = {
             "model": model,
@@ -167,7 +172,7 @@ class VllmClient:
             "temperature": 0.0,
             "prompt_logprobs": 0,
         }
-        rows = (await self._post("/v1/completions", request, ScoreReply)).choices[0].prompt_logprobs
+        rows = (await self._complete(request, _ScoreReply)).choices[0].prompt_logprobs
         logprobs = [
             row[str(token)].logprob
             for token, row in zip(token_ids, rows, strict=False)
@@ -187,7 +192,7 @@ class VllmClient:
         blocks in the prefix cache.
         """
         body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
-        reply = await self._send("POST", "/v1/load_lora_adapter", body, self._request_timeout_s)
+        reply = await self._adapters("load", body)
         if reply.status_code != httpx.codes.OK:
             # vLLM returns 500 for both an unusable adapter and a dead engine.
             kind = SyncFailed if await self.is_ready() else EngineFailed
@@ -195,15 +200,18 @@ class VllmClient:
 
     async def unload_adapter(self, name: str) -> None:
         """Unload a version that no request uses. No error if it is not loaded."""
-        reply = await self._send(
-            "POST", "/v1/unload_lora_adapter", {"lora_name": name}, self._request_timeout_s
-        )
+        reply = await self._adapters("unload", {"lora_name": name})
         if reply.status_code not in (httpx.codes.OK, httpx.codes.NOT_FOUND):
             kind = EngineFailed if reply.is_server_error else SyncFailed
             raise kind(f"{self.name} could not unload adapter {name}: {_reason(reply)}")
 
-    async def _post(self, path: str, body: dict[str, Any], form: type[Reply]) -> Reply:
-        reply = await self._send("POST", path, body, self._request_timeout_s)
+    async def _adapters(self, verb: str, body: dict[str, Any]) -> httpx.Response:
+        path = f"/v1/{verb}_lora_adapter"
+        return await self._connections.send("POST", path, body, self._request_timeout_s)
+
+    async def _complete(self, body: dict[str, Any], form: type[Reply]) -> Reply:
+        path = "/v1/completions"
+        reply = await self._connections.send_prompt(path, body, self._request_timeout_s)
         if reply.status_code != httpx.codes.OK:
             kind = EngineFailed if reply.is_server_error else RunFailed
             raise kind(f"{self.name} answered {path} with {reply.status_code}: {_reason(reply)}")
@@ -216,25 +224,8 @@ class VllmClient:
                 f"{self.name} sent a malformed reply to {path}: {where}: {first['msg']}."
             ) from None
 
-    async def _send(
-        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
-    ) -> httpx.Response:
-        """Send a request and read the complete reply before the deadline. Raises EngineFailed."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                if path != "/v1/completions":
-                    return await self._status.request(method, path, json=body)
-                async with self._slots:
-                    return await self._prompts.request(method, path, json=body)
-        except TimeoutError:
-            raise EngineFailed(f"{self.name} did not answer {path} within {timeout_s:g} s.") from None
-        except (httpx.TransportError, httpx.DecodingError) as error:
-            raise EngineFailed(
-                f"{self.name} sent no complete reply to {path}: {type(error).__name__} {error}".rstrip() + "."
-            ) from None
-
     def _to_sample(
-        self, choice: Choice, prompt_token_ids: Sequence[int], sampling: Sampling, version: int
+        self, choice: _Choice, prompt_token_ids: Sequence[int], sampling: Sampling, version: int
     ) -> Call:
         """Convert a choice. Raises EngineFailed if its prompt or its lengths do not fit the request."""
         tokens, logprobs = choice.token_ids, choice.logprobs.token_logprobs

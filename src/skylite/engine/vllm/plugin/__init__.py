@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 
-from skylite.engine.vllm.plugin.exit_with_parent import SWITCH as SERVER
-from skylite.engine.vllm.plugin.exit_with_parent import die_with_starter, die_with_starter_in_forks
-from skylite.engine.vllm.plugin.shared_memory_names import mark_shared_memory
+from skylite.engine.vllm.plugin.processes import SWITCH as SERVER
+from skylite.engine.vllm.plugin.processes import (
+    die_with_starter,
+    die_with_starter_in_forks,
+    mark_shared_memory,
+)
 
 SWITCH = "SKYLITE_CPU_LORA"
 """Environment variable that enables the plugin (DENSE or MERGED); other vLLM programs stay unchanged."""

@@ -1,8 +1,8 @@
-"""ASGI middleware for `skylite serve`: every route requires the API key.
+"""ASGI middleware for `skylite serve`: every route requires the API key. Only vLLM imports it, by its name.
 
 vLLM's own check covers only /v1 and a few other prefixes: without a key, /invocations serves completions, and
 /tokenize, /metrics and others disclose information. Every user of the machine can reach the loopback
-interface.
+interface. vLLM imports this before it chooses the HTTP protocol of its server, for which it has no flag.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from uvicorn.config import HTTP_PROTOCOLS
+
+from skylite.engine.connections import KEY_VARIABLE
+from skylite.processes.own_peers import PROTOCOL
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-KEY_VARIABLE = "VLLM_API_KEY"
-"""Environment variable in which users choose the key of a server, or give it to a client."""
-SERVER_VARIABLE = "SKYLITE_API_KEY"
-"""Environment variable that gives the key to the server. An argument would be visible in the process list.
-
-Not KEY_VARIABLE: vLLM 0.26 counts that as part of what it compiled, so that with a random key it compiles at
-every start, and writes its hash beside the compiled code.
-"""
 PUBLIC_PATHS = frozenset({"/health"})
 """Paths without a key: /health only shows that the server is up."""
+
+
+HTTP_PROTOCOLS["auto"] = PROTOCOL
 
 
 class RequireKey:
@@ -35,7 +35,7 @@ class RequireKey:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._key = hashlib.sha256(os.environ[SERVER_VARIABLE].encode()).digest()
+        self._key = hashlib.sha256(os.environ[KEY_VARIABLE].encode()).digest()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if (

@@ -22,8 +22,8 @@ import sys
 from collections.abc import Mapping
 
 from skylite.engine.vllm.plugin import STOCK_SERVER, TESTED_VLLM
-from skylite.engine.vllm.plugin.exit_with_parent import SWITCH
 from skylite.engine.vllm.plugin.fork_server import WarmContext, import_early, start_fork_server
+from skylite.engine.vllm.plugin.processes import SWITCH
 
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 MODULES = (

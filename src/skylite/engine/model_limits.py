@@ -1,23 +1,51 @@
-"""How many tokens a model was made for, and settings that need more: vLLM would refuse them at its start."""
+"""Models and lengths that no run can use, from config.json alone, before a process starts."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from skylite.config.train import TrainConfig
 from skylite.engine.tensor_parallel import text_section
-from skylite.engine.vllm.server_command import ENGINE_COMMAND
-from skylite.errors import ConfigError
+from skylite.errors import ConfigError, ModelError
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """Names in config.json for the tokens of the longest sequence."""
-ALLOW_LONGER = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
-"""vLLM's variable for a user who knows better."""
+OTHER_PARTS = ("vision_config", "audio_config", "vision_tower_config", "img_processor")
+"""Sections of config.json that describe a part which sees no text."""
+WRAPPER = "ForConditionalGeneration"
+QUANTISED = ("quantization_config", "compression_config")
+
+
+def check_trainable(model_path: Path) -> None:
+    """Raise ModelError for quantised weights, and for a language model inside a multimodal one."""
+    config = _sections(model_path)[0]
+    if (method := quantisation(config)) is not None:
+        raise ModelError(
+            f"The base {model_path.name} is quantised ({method}), and skylite has no QLoRA: trainer and "
+            "engine need the same unquantised weights.",
+            "Use the 16-bit model that it was made from, and a smaller one if that does not fit.",
+        )
+    architecture = str((config.get("architectures") or [""])[0])
+    if architecture.endswith(WRAPPER) or any(config.get(part) for part in OTHER_PARTS):
+        raise ModelError(
+            f"{model_path.name} is a {architecture}: a language model inside a multimodal one. skylite "
+            "cannot train those yet: trainer and engine name the layers differently, and the engine would "
+            "leave out their LoRA.",
+            "Choose a text-only model, whose config.json names a ...ForCausalLM.",
+        )
+
+
+def quantisation(config: Mapping[str, Any]) -> str | None:
+    """The method that config.json names, such as fp8; None for plain weights."""
+    for section in (config, text_section(config)):
+        for name in QUANTISED:
+            if isinstance(method := section.get(name), dict) and method:
+                return str(method.get("quant_method") or name)[:40]
+    return None
 
 
 def context_length(model_path: Path) -> int | None:
@@ -28,11 +56,11 @@ def context_length(model_path: Path) -> int | None:
 def check_context(config: TrainConfig, model_path: Path) -> None:
     """Raise ConfigError if a prompt and its completion may be longer than the model's context.
 
-    Where a factor scales positions (RoPE scaling), vLLM decides.
+    Where a factor scales positions (RoPE scaling), the engine decides.
     """
     sections, needed = _sections(model_path), config.max_sequence_tokens
     longest = _length(sections)
-    if longest is None or needed <= longest or {ENGINE_COMMAND, ALLOW_LONGER} & os.environ.keys():
+    if longest is None or needed <= longest:
         return
     if any(factor for section in sections for factor in _factors(section)):
         return

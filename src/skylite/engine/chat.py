@@ -1,4 +1,4 @@
-"""Chats with a vLLM server over its OpenAI API, with streaming. Blocking, for one person at a terminal."""
+"""Chats with a server over its OpenAI API, with streaming. Blocking, for one person at a terminal."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 import httpx
 
-from skylite.engine.vllm.plugin.api_key import KEY_VARIABLE
+from skylite.engine.connections import KEY_VARIABLE
 from skylite.errors import RunFailed
-from skylite.run.run_dir import AdapterVersion
 from skylite.types import Message
 from skylite.untrusted_text import parse_json, plain
 
@@ -73,14 +72,6 @@ def _models(http: httpx.Client, url: str) -> list[dict[str, Any]]:
         raise RunFailed(
             f"{url} sent no list of models ({reply.status_code}).", "Give the address of an OpenAI server."
         ) from None
-
-
-def load_adapter(http: httpx.Client, adapter: AdapterVersion) -> None:
-    """Load an adapter under its name. Raises RunFailed."""
-    body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
-    reply = http.post("/v1/load_lora_adapter", json=body)
-    if reply.status_code != httpx.codes.OK:
-        raise RunFailed(f"vLLM refused the adapter {adapter.path}: {reason(reply)}")
 
 
 def piece(data: str) -> str:

@@ -1,0 +1,163 @@
+"""What skylite needs of an engine, and of a launcher that knows how to start one.
+
+engine/vllm/ is the implementation that ships. The tests bring a second one (tests/fakes/launcher.py), and
+`engine.launcher=FILE.py:Name` brings a user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from skylite.config.engine import CpuLora
+from skylite.config.lora import LoraConfig
+from skylite.config.train import TrainConfig
+from skylite.data.chat_tokenizer import ChatTemplate
+from skylite.engine.connections import Address
+from skylite.run.run_dir import AdapterVersion
+from skylite.types import Call
+
+BASE_NAME = "base"
+"""Served name of the model without an adapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Sampling parameters. All are sent explicitly, because a server fills in unset ones."""
+
+    temperature: float
+    """0 is greedy."""
+    top_p: float
+    """Call from the most likely tokens with this total probability; 1: all."""
+    top_k: int
+    """Call from this many most likely tokens; 0: all."""
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    """The model's end-of-turn tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion and stay in its text."""
+    seed: int
+    """Call i of a request uses seed + i."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """The settings of one engine."""
+
+    name: str
+    """Its name in logs and errors."""
+    model_path: Path
+    """Local folder."""
+    device: Literal["cpu", "cuda"]
+    dtype: Literal["bfloat16", "float32"]
+    address: Address
+    """Where it serves. A socket's folder needs mode 0700; behind a token every route asks for it."""
+    lora_rank: int | None
+    """Largest rank of its adapters. None: the base alone, without LoRA."""
+    target_modules: list[str] | None
+    """Module names that the adapters change. None: all layers and embeddings, which is slower."""
+    max_loras: int
+    """Largest number of adapters in one batch. One more stays loaded."""
+    fixed_adapter: AdapterVersion | None = None
+    """The only adapter of a public server. None: adapters are loaded while it runs."""
+    template: ChatTemplate | None = None
+    """How chats are rendered. None: as the model says."""
+    max_model_len: int
+    """Prompt and completion tokens together. -1: what the model was made for and the GPU holds (GPU only)."""
+    max_num_seqs: int
+    kv_cache_gib: float
+    """CPU only."""
+    gpu_memory_utilization: float
+    """GPU only. An engine starts only if this share of the GPU is free, even with kv_cache_bytes."""
+    kv_cache_bytes: int | None = None
+    """GPU only, on each GPU. None: what the engine finds free within gpu_memory_utilization at its start."""
+    cpu_lora: CpuLora
+    """CPU only: how LoRA is computed, see EngineConfig.cpu_lora."""
+    seed: int
+    gpus: tuple[int, ...] = ()
+    """GPUs by nvidia-smi's numbers; empty: all that the environment makes visible."""
+    tensor_parallel: int = 1
+    """GPU only: how many of them share the model."""
+    shared_network: bool = False
+    """TrainConfig.shared_network."""
+
+
+class Engine(Protocol):
+    """A running engine: base and adapters of one model.
+
+    A call is one attempt. It raises EngineFailed if another may succeed, SyncFailed if the engine serves or
+    loads another adapter than it was asked for, and RunFailed if it refuses the request.
+    engine/retrying_engine.py is the same with retries and across restarts.
+    """
+
+    @property
+    def name(self) -> str:
+        """Its name in logs and errors."""
+
+    async def is_ready(self) -> bool:
+        """Whether it serves."""
+
+    async def progress(self) -> float:
+        """A number that grows with every token of any request. Raises EngineDead if it reports its end."""
+
+    async def generate(
+        self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
+    ) -> Sequence[Call | None]:
+        """[n] completions of one prompt; None for one that the engine dropped.
+
+        Args:
+            model: BASE_NAME or the name of an adapter version.
+            version: recorded in each completion.
+        """
+
+    async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
+        """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
+
+    async def load_adapter(self, adapter: AdapterVersion) -> None:
+        """Load a version under its own name, which no other version ever has."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a version that no request uses. No error if it is not loaded."""
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+
+
+class Launcher(Protocol):
+    """How engines of one kind start, and what they can serve."""
+
+    @property
+    def name(self) -> str:
+        """The engine's name, as users know it."""
+
+    def check_machine(self, device: str) -> None:
+        """Raise SkyliteError if the installed engine does not run on this device."""
+
+    def check_model(self, model_path: Path, device: str, rank: int, lora: LoraConfig | None = None) -> str:
+        """Raise SkyliteError if adapters of this rank and, with `lora`, these modules cannot be served.
+
+        Returns a note for the user, or "".
+        """
+
+    def choose_cpu_lora(self, config: TrainConfig, dtype: str, model_path: Path) -> CpuLora:
+        """How LoRA is computed on a CPU: the setting, or the choice behind `auto`."""
+
+    def notes(self, config: TrainConfig, device: str, dtype: str, cpu_lora: CpuLora) -> list[str]:
+        """What the user should know about a run with these settings."""
+
+    def command(self, spec: EngineSpec) -> list[str]:
+        """The command line of a server at `spec.address`.
+
+        Besides what `connect` asks for, it answers OpenAI's /v1/models and /v1/chat/completions.
+        """
+
+    def environment(self, spec: EngineSpec) -> dict[str, str]:
+        """Environment variables of that server, added to the parent's."""
+
+    def startup_state(self, log: str) -> str:
+        """What a starting server does, in words, from the end of its log; empty if that does not tell."""
+
+    def connect(self, spec: EngineSpec) -> Engine:
+        """A client of the server, which may not serve yet."""

@@ -1,0 +1,234 @@
+"""Starts engines: those of a run next to its trainer, which saves 14 s, or one for another command."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from skylite.adapters.folder import ServedAdapter
+from skylite.config.loading import change_config
+from skylite.config.provenance import Provenance
+from skylite.config.train import RunConfig, TrainConfig
+from skylite.engine.connections import Address
+from skylite.engine.interface import Engine, EngineSpec, Launcher
+from skylite.engine.model_limits import check_context
+from skylite.engine.retrying_engine import RetryingEngine
+from skylite.engine.tensor_parallel import SETTING, check_divisible, check_machine
+from skylite.engine.watchdog import RestartPolicy, Watchdog
+from skylite.processes.child import Supervisor
+from skylite.processes.gpus import describe, visible_gpus
+from skylite.processes.hardware import choose_device, choose_dtype
+from skylite.processes.own_network import check_network
+from skylite.processes.private_folders import temporary_folder
+from skylite.run.run_dir import AdapterVersion
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+MAX_LORAS = 2
+"""Version k, and version k + 1 while requests for k are in flight."""
+
+
+@asynccontextmanager
+async def start_engines(
+    launcher: Launcher,
+    run_config: RunConfig,
+    logs: Path,
+    target_modules: list[str],
+    supervisor: Supervisor,
+    restarts: RestartPolicy,
+) -> AsyncIterator[list[Watchdog]]:
+    """Start the engines and yield their watchdogs at once; `engines_kept_alive` waits until they serve.
+
+    The supervisor stops the processes.
+    """
+    with temporary_folder() as sockets:
+        specs = [
+            engine_spec(run_config, target_modules, index, sockets)
+            for index in range(run_config.config.engine.num_engines)
+        ]
+        yield [Watchdog.start(launcher, spec, logs, supervisor, restarts) for spec in specs]
+
+
+@asynccontextmanager
+async def engines_for_modules(
+    run_config: RunConfig,
+    logs: Path,
+    watchdogs: Sequence[Watchdog],
+    supervisor: Supervisor,
+    *,
+    started_for: list[str],
+    wanted: list[str],
+) -> AsyncIterator[list[RetryingEngine]]:
+    """Yield the engines once they serve. Restarts them unless they were started for the `wanted` modules."""
+    if started_for == wanted or not watchdogs:
+        async with engines_kept_alive(watchdogs, supervisor) as engines:
+            yield engines
+        return
+    logger.info(
+        f"the engine was started for LoRA on {', '.join(started_for)}, but the adapter is on "
+        f"{', '.join(wanted)}: it restarts"
+    )
+    for watchdog in watchdogs:
+        supervisor.stop_child(watchdog.spec.name)
+    async with (
+        start_engines(
+            watchdogs[0].launcher, run_config, logs, wanted, supervisor, watchdogs[0].restarts
+        ) as others,
+        engines_kept_alive(others, supervisor) as engines,
+    ):
+        yield engines
+
+
+@asynccontextmanager
+async def engines_kept_alive(
+    watchdogs: Sequence[Watchdog], supervisor: Supervisor
+) -> AsyncIterator[list[RetryingEngine]]:
+    """Yield the engines once all serve, and restart any that fails.
+
+    The supervisor receives the error of an engine that may not restart again.
+    """
+    engines = await asyncio.gather(*(watchdog.wait_ready() for watchdog in watchdogs))
+    tasks = [
+        asyncio.ensure_future(watchdog.keep_alive(engine))
+        for watchdog, engine in zip(watchdogs, engines, strict=True)
+    ]
+    for task in tasks:
+        task.add_done_callback(partial(_report_failure, supervisor))
+    try:
+        yield engines
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for engine in engines:
+            await engine.aclose()
+
+
+def _report_failure(supervisor: Supervisor, task: asyncio.Future[NoReturn]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        supervisor.fail(error)
+
+
+def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, sockets: Path) -> EngineSpec:
+    """The settings of one engine of a run. `sockets` needs mode 0700: nothing else keeps other users out."""
+    config, resolved = run_config.config, run_config.resolved
+    size = config.engine.tensor_parallel
+    name = f"engine-{index}"
+    return EngineSpec(
+        name=name,
+        model_path=Path(resolved.model_path),
+        device=resolved.device,
+        dtype=resolved.dtype,
+        address=Address.of_socket(sockets / f"{name}.sock"),
+        lora_rank=config.lora.rank,
+        target_modules=target_modules,
+        max_loras=MAX_LORAS,
+        max_model_len=config.max_sequence_tokens,
+        max_num_seqs=config.engine.max_num_seqs,
+        kv_cache_gib=config.engine.kv_cache_gib,
+        gpu_memory_utilization=resolved.engine_share or config.engine.gpu_memory_utilization,
+        cpu_lora=resolved.cpu_lora,
+        seed=config.seed,
+        shared_network=config.shared_network,
+        kv_cache_bytes=resolved.kv_cache_bytes,
+        gpus=tuple(resolved.engine_gpus[index * size : (index + 1) * size]),
+        tensor_parallel=size,
+    )
+
+
+def single_engine_spec(
+    launcher: Launcher,
+    config: TrainConfig,
+    adapter: ServedAdapter | None,
+    model_path: Path,
+    address: Address,
+    *,
+    max_loras: int = 1,
+) -> EngineSpec:
+    """An engine for adapters like this one, `max_loras` at once. Without one: for the base, LoRA disabled.
+
+    Raises SkyliteError.
+    """
+    device = choose_device()
+    launcher.check_machine(device)
+    if adapter is not None and (note := launcher.check_model(model_path, device, adapter.rank)):
+        logger.info(note)
+    check_context(config, model_path)
+    dtype = choose_dtype(config.model.dtype, device, lora=adapter is not None)[0]
+    if device == "cuda":
+        check_network(config, ranks=False)
+    gpus = _gpus(config.engine.tensor_parallel, model_path) if device == "cuda" else ()
+    if device == "cpu" and config.engine.tensor_parallel > 1:
+        logger.info(f"{SETTING}={config.engine.tensor_parallel} is for GPUs: one engine uses this CPU")
+    return EngineSpec(
+        name="engine",
+        model_path=model_path,
+        device=device,
+        dtype=dtype,
+        address=address,
+        lora_rank=adapter.rank if adapter is not None else None,
+        target_modules=adapter.target_modules if adapter is not None else None,
+        max_loras=max_loras,
+        max_model_len=config.max_sequence_tokens,
+        max_num_seqs=config.engine.max_num_seqs,
+        kv_cache_gib=config.engine.kv_cache_gib,
+        gpu_memory_utilization=config.engine.gpu_memory_utilization,
+        cpu_lora=launcher.choose_cpu_lora(config, dtype, model_path),
+        seed=config.seed,
+        shared_network=config.shared_network,
+        gpus=gpus,
+        tensor_parallel=max(1, len(gpus)),
+    )
+
+
+def _gpus(count: int, model_path: Path) -> tuple[int, ...]:
+    """The first visible GPUs. Raises ConfigError if there are fewer or the model cannot be divided so."""
+    visible = visible_gpus()
+    check_machine(count, len(visible), describe(visible))
+    check_divisible(model_path, count)
+    return tuple(gpu.index for gpu in visible[:count])
+
+
+def engine_config(adapter: ServedAdapter, provenance: Provenance) -> TrainConfig:
+    """The settings of the adapter's run, or the defaults, with what the user typed. Raises ConfigError."""
+    config = adapter.run_config.config if adapter.run_config is not None else TrainConfig()
+    return change_config(config, provenance) if provenance.typed else config
+
+
+async def run_on_engine(
+    launcher: Launcher,
+    config: TrainConfig,
+    make_spec: Callable[[Address], EngineSpec],
+    work: Callable[[RetryingEngine], Awaitable[T]],
+) -> T:
+    """Start an engine, await `work` on it, and end it. `make_spec` gets its address.
+
+    An engine that dies restarts with its adapters, as in a run.
+    """
+    restarts = RestartPolicy(config=config.engine, verify=_skip_verification, counts={})
+    with temporary_folder() as folder:
+        async with Supervisor() as supervisor:
+            spec = make_spec(Address.of_socket(folder / "engine.sock"))
+
+            async def run() -> T:
+                watchdog = Watchdog.start(launcher, spec, folder, supervisor, restarts)
+                async with engines_kept_alive([watchdog], supervisor) as engines:
+                    return await work(engines[0])
+
+            running = asyncio.ensure_future(run())
+            watching = asyncio.ensure_future(supervisor.watch())
+            await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                running.cancel()
+                watching.result()
+            watching.cancel()
+            return running.result()
+
+
+async def _skip_verification(engine: Engine, adapter: AdapterVersion) -> None:
+    """An adapter from elsewhere has no canary to verify against."""

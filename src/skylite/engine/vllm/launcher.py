@@ -1,0 +1,294 @@
+"""How vLLM starts: its command line, environment and log, and what it needs of a run.
+
+benchmarks/lora_sampling.py --variant compares other CPU settings on your machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import httpx
+
+from skylite.config.engine import CpuLora
+from skylite.config.lora import LoraConfig
+from skylite.config.train import TrainConfig
+from skylite.data.chat_tokenizer import ChatTemplate
+from skylite.engine.connections import HEADER_BYTES, KEY_VARIABLE
+from skylite.engine.interface import BASE_NAME, EngineSpec
+from skylite.engine.vllm.client import VllmClient
+from skylite.engine.vllm.memory import CPU_BATCHED_TOKENS, CPU_BLOCK_SIZE, MERGED_MEMORY, served_rank
+from skylite.engine.vllm.models import check_build, check_lora, check_torchvision
+from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER, SWITCH
+from skylite.engine.vllm.plugin import processes as plugin_processes
+from skylite.errors import ModelError
+from skylite.processes.child_env import FEW_PRODUCTS, INTEL_OPENMP, LOOPBACK_ONLY, has_library, preload_env
+from skylite.processes.gpus import cuda_env
+from skylite.processes.hardware import cpu_cores, total_memory
+
+RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
+"""vLLM's other sampler. Its kernels are compiled at the start by nvcc, which pip does not install."""
+SERVE_MIDDLEWARE = "skylite.engine.vllm.plugin.api_key.RequireKey"
+"""By its name: the file imports the HTTP server."""
+CPU_CUSTOM_OPS = ("none", "+rms_norm", "+rotary_embedding")
+"""Faster decoding: vLLM's own kernels for norms (with our plugin's help) and rotary embeddings.
+
+With adapters vLLM does not compile on a CPU, and by default it still runs these as single torch operations.
+Buys time: without the flag, sampling gives 9 % fewer tokens per second.
+"""
+
+
+MERGED_MEMORY_SHARE = 0.25
+"""Largest share of the machine's memory for merged weights."""
+STAGES = (
+    (r"Resolved architecture|Using max model len", "reading the model's settings"),
+    (r"Initializing a V1 LLM engine", "starting its engine"),
+    (r"world_size=\d+ rank=", "starting its workers"),
+    (r"Starting to load model", "loading the model"),
+    (r"checkpoint shards:.*?\| (?P<a>\d+)/(?P<b>\d+)", "loading weights, file {a} of {b}"),
+    (r"Loading weights took", "preparing the weights"),
+    (r"Model loading took", "preparing the first batch"),
+    (r"Using \w*PunicaWrapper", "preparing LoRA"),
+    (r"torch\.compile|Dynamo bytecode transform|Compiling a graph", "compiling (torch.compile)"),
+    (r"load the compiled graph", "loading compiled code from its cache"),
+    (r"Available KV cache memory|KV cache size", "allocating the KV cache"),
+    (r"Capturing CUDA graphs.*?(?P<a>\d+)/(?P<b>\d+)", "capturing CUDA graphs, {a} of {b}"),
+    (r"Graph capturing finished|init engine \(profile", "warming up"),
+    (r"Starting vLLM server|Application startup complete", "opening its server"),
+)
+"""Pattern of a line in the log -> what vLLM does after it."""
+
+
+class VllmLauncher:
+    """An interface.Launcher of vLLM servers."""
+
+    name = "vLLM"
+
+    def check_machine(self, device: str) -> None:
+        """Raise ModelError if the installed vLLM is built for another device, or torchvision breaks it."""
+        check_build(device)
+        check_torchvision()
+
+    def check_model(self, model_path: Path, device: str, rank: int, lora: LoraConfig | None = None) -> str:
+        """Raise ConfigError or ModelError if vLLM cannot serve such adapters. Returns a note, or ""."""
+        served_rank(rank)
+        return check_lora(model_path, device, lora)
+
+    def choose_cpu_lora(self, config: TrainConfig, dtype: str, model_path: Path) -> CpuLora:
+        """Resolve `auto`: merged weights if they are exact (float32) and fit, else dense.
+
+        trainer.deterministic excludes merged weights: which batches use them depends on timing.
+        """
+        if config.engine.cpu_lora != "auto":
+            return config.engine.cpu_lora
+        files = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
+        fits = files * MERGED_MEMORY <= total_memory() * MERGED_MEMORY_SHARE
+        return "merged" if dtype == "float32" and fits and not config.trainer.deterministic else "dense"
+
+    def notes(self, config: TrainConfig, device: str, dtype: str, cpu_lora: CpuLora) -> list[str]:
+        """The rank that vLLM reserves, and what makes sampling slower than it could be."""
+        notes, rank = [], config.lora.rank
+        if served_rank(rank) != rank:
+            notes.append(
+                f"vLLM is started for LoRA rank {served_rank(rank)}, the smallest rank it allows "
+                f"that holds rank {rank}"
+            )
+        return notes + (_cpu_notes(config, dtype, cpu_lora) if device == "cpu" else [])
+
+    def command(self, spec: EngineSpec) -> list[str]:
+        """The server's command line. With a fixed adapter it is public: each request needs the key."""
+        command = [sys.executable, "-m", CPU_SERVER if spec.device == "cpu" else STOCK_SERVER]
+        command += ["--model", str(spec.model_path), "--served-model-name", BASE_NAME]
+        command += ["--dtype", spec.dtype, "--seed", str(spec.seed)]
+        command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
+        # "vllm": ignore the sampling defaults in the model's generation_config.json.
+        command += ["--generation-config", "vllm", "--enable-prefix-caching"]
+        command += [
+            "--no-trust-remote-code",
+            "--disable-uvicorn-access-log",
+            "--uvicorn-log-level",
+            "warning",
+        ]
+        command += _memory_flags(spec)
+        if spec.lora_rank is not None:
+            command += _lora_flags(spec, spec.lora_rank)
+        elif spec.device == "cpu":
+            # A compiled model samples 4 to 9 % faster, but starts 87 s later, or 55 s with vLLM's cache.
+            command.append("--enforce-eager")
+        command += template_flags(spec.template) if spec.template is not None else []
+        return command + (_run_flags(spec) if spec.fixed_adapter is None else _public_flags(spec))
+
+    def environment(self, spec: EngineSpec) -> dict[str, str]:
+        """Overrides the user's own vLLM settings where a run depends on them."""
+        env = {
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            plugin_processes.SWITCH: "1",
+            **LOOPBACK_ONLY,
+            "VLLM_HOST_IP": "127.0.0.1",
+            # A run's client sends no key, a public server checks its key itself, and development routes
+            # ignore the key. vLLM would also hash it into the name of its compiled code.
+            "VLLM_API_KEY": "",
+            "VLLM_SERVER_DEV_MODE": "0",
+        }
+        if spec.lora_rank is not None:  # a public server has no adapter routes: some ignore the key
+            env[RUNTIME_LORA] = "1" if spec.fixed_adapter is None else "0"
+        if spec.address.token:
+            env[KEY_VARIABLE] = spec.address.token
+        if spec.device == "cpu":
+            env |= _cpu_env(spec)
+        else:
+            env[FLASHINFER_SAMPLER] = os.environ.get(FLASHINFER_SAMPLER, "0")
+        return env | cuda_env(spec.gpus)
+
+    def startup_state(self, log: str) -> str:
+        """What the server does now, judged by the last line that tells; empty before the first."""
+        for line in reversed(re.split(r"[\r\n]", log)):
+            for pattern, words in STAGES:
+                if (match := re.search(pattern, line)) is not None:
+                    return words.format(**match.groupdict())
+        return ""
+
+    def connect(self, spec: EngineSpec) -> VllmClient:
+        """A client of the server."""
+        return VllmClient(spec.name, spec.address, max_connections=spec.max_num_seqs)
+
+
+def _run_flags(spec: EngineSpec) -> list[str]:
+    # vLLM's default logprobs ignore temperature, top-p and top-k. We need those of the sampled distribution.
+    return ["--uds", str(spec.address.socket), "--logprobs-mode", "processed_logprobs"]
+
+
+def _public_flags(spec: EngineSpec) -> list[str]:
+    """Of `skylite serve`, which keeps vLLM's default kind of logprobs."""
+    url, adapter = httpx.URL(spec.address.url), spec.fixed_adapter
+    assert adapter is not None, "the caller checks this"
+    # As JSON: vLLM splits NAME=PATH, and takes a path with a comma for JSON.
+    lora = json.dumps({"name": adapter.name, "path": str(adapter.path)})
+    flags = ["--host", url.host, "--port", str(url.port or 80), "--lora-modules", lora]
+    return [*flags, "--h11-max-incomplete-event-size", str(HEADER_BYTES), "--middleware", SERVE_MIDDLEWARE]
+
+
+def own_server_command(model: str, rank: int, host: str, port: int, tensor_parallel: int = 1) -> str:
+    """A line for the shell that starts a vLLM server for adapters that come at run time."""
+    command = ["vllm", "serve", model, "--host", host, "--port", str(port), "--enable-lora"]
+    command += ["--max-lora-rank", str(served_rank(rank)), "--max-loras", "2", "--max-cpu-loras", "3"]
+    command += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    command += ["--no-trust-remote-code"]
+    command += ["--tensor-parallel-size", str(tensor_parallel)] if tensor_parallel > 1 else []
+    return f"{RUNTIME_LORA}=1 {shlex.join(command)}"
+
+
+def _cpu_notes(config: TrainConfig, dtype: str, cpu_lora: CpuLora) -> list[str]:
+    notes, setting = [], config.engine.cpu_lora
+    if not has_library(INTEL_OPENMP):
+        notes.append(
+            f"{INTEL_OPENMP} was not found, so vLLM starts without it and may sample slower; "
+            "install it with `pip install intel-openmp`."
+        )
+    if cpu_lora == "dense" and setting == "auto":
+        why = (
+            "in bfloat16 they would round the adapter away"
+            if dtype == "bfloat16"
+            else "they would need over a quarter of the memory"
+        )
+        if config.trainer.deterministic:
+            why = "which batches use them depends on timing (trainer.deterministic=true)"
+        notes.append(
+            "vLLM computes LoRA next to the base (engine.cpu_lora=dense). "
+            f"Merged weights would sample faster, but {why}."
+        )
+    if cpu_lora == "merged" and dtype == "bfloat16":
+        notes.append(
+            "engine.cpu_lora=merged requires float32; the engine computes in bfloat16, so it uses dense."
+        )
+    if cpu_lora == "stock":
+        notes.append(
+            "engine.cpu_lora=stock: LoRA sampling is several times slower, "
+            "and base requests in a mixed batch are wrong."
+        )
+    return notes
+
+
+def template_flags(template: ChatTemplate) -> list[str]:
+    """vLLM's flags for rendering chats with this template. Raises ModelError."""
+    flags = []
+    if template.text is not None:
+        # vLLM takes a text without these characters, or with the name of a file, for a path.
+        if "{" not in template.text or os.path.exists(template.text):
+            raise ModelError("The run's chat template is a path, not a template.", "Start a new run.")
+        flags.append(f"--chat-template={template.text}")
+    if template.args:
+        flags.append(f"--default-chat-template-kwargs={json.dumps(dict(template.args))}")
+    return flags
+
+
+def worker_cpus() -> list[int]:
+    """The first hardware thread of every core of this process. A second one does not help matrix products."""
+    allowed = os.sched_getaffinity(0)
+    return sorted({min(_siblings(cpu) & allowed) for cpu in allowed})[: cpu_cores()]
+
+
+def _siblings(cpu: int) -> set[int]:
+    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    if not path.exists():
+        return {cpu}
+    found = {cpu}
+    for part in path.read_text(encoding="ascii").strip().split(","):
+        first, _, last = part.partition("-")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _memory_flags(spec: EngineSpec) -> list[str]:
+    if spec.device == "cpu":
+        flags = [
+            "--block-size",
+            str(CPU_BLOCK_SIZE),
+            "--kv-cache-memory-bytes",
+            str(int(spec.kv_cache_gib * 2**30)),
+        ]
+        # Chunked prefill of a seeded request kills the CPU engine of vLLM 0.32:
+        # "CPU Generator does not use offset".
+        return [
+            *flags,
+            "--no-enable-chunked-prefill",
+            "--max-num-batched-tokens",
+            str(max(CPU_BATCHED_TOKENS, spec.max_model_len)),
+        ]
+    flags = ["--tensor-parallel-size", str(spec.tensor_parallel)]
+    flags += ["--gpu-memory-utilization", str(spec.gpu_memory_utilization)]
+    if spec.kv_cache_bytes is not None:
+        flags += ["--kv-cache-memory-bytes", str(spec.kv_cache_bytes)]
+    return flags
+
+
+def _lora_flags(spec: EngineSpec, rank: int) -> list[str]:
+    flags = ["--enable-lora", "--max-lora-rank", str(served_rank(rank))]
+    # One more than in a batch, or vLLM reads an evicted adapter from disk again.
+    flags += ["--max-loras", str(spec.max_loras), "--max-cpu-loras", str(spec.max_loras + 1)]
+    if spec.device == "cpu":
+        flags += ["--compilation-config", json.dumps({"custom_ops": CPU_CUSTOM_OPS})]
+    # Names can come from a downloaded adapter or model, and vLLM would parse such a name as a flag.
+    if flag_like := [name for name in spec.target_modules or [] if name.startswith("-")]:
+        raise ModelError(
+            f"{flag_like[0]!r} is not a valid module name: vLLM would parse it as a flag.",
+            "Use another adapter or model.",
+        )
+    return flags + (["--lora-target-modules", *spec.target_modules] if spec.target_modules else [])
+
+
+def _cpu_env(spec: EngineSpec) -> dict[str, str]:
+    # Bind all cores by number: "auto" reserves one for the scheduler, which is half of a 2-core machine.
+    env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, worker_cpus()))}
+    env[SWITCH] = spec.cpu_lora
+    if spec.dtype == "bfloat16":
+        env |= FEW_PRODUCTS
+    # vLLM refuses two OpenMP runtimes in one process, so a runtime that the user preloads stays.
+    return env | preload_env([INTEL_OPENMP], {}, "libgomp", "libomp", "libiomp")
