@@ -78,7 +78,6 @@ SLOW_UNITS = (
     "test_guarded",
     "test_hostile_bundle",
     "test_hostile_templates",
-    "test_kept_copies",
     "test_logger_faults",
     "test_logs",
     "test_odd_files",
