@@ -12,7 +12,7 @@ import pytest
 from xdist.scheduler import LoadFileScheduling
 
 from skylite.ui.logs import set_terminal_level
-from tests.engines import EMBEDDING_AND_HEAD, TARGET_MODULES, EngineServer, running_server
+from tests.engines import EngineServer, running_server
 from tests.tiny_models import make_tiny_model
 
 # Ignored under `nohup` and in a shell's background. Tests send them to processes that inherit that.
@@ -179,9 +179,9 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_server(tiny_llama: Path) -> Iterator[EngineServer]:
-    """One vLLM CPU server of the tiny Llama for the session, with LoRA on every layer.
+    """One vLLM CPU server of the tiny Llama for the session.
 
     Give your adapters unique names: a name cannot be reused.
     """
-    with running_server(tiny_llama, target_modules=[*TARGET_MODULES, *EMBEDDING_AND_HEAD]) as server:
+    with running_server(tiny_llama) as server:
         yield server

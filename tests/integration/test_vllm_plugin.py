@@ -18,6 +18,7 @@ from tests.engines import (
     Answer,
     Ask,
     EngineServer,
+    running_server,
 )
 from tests.integration.adapter_versions import DIFFERENT, PROMPT, gap, publish, same
 
@@ -45,14 +46,15 @@ def test_mixed_batch_gives_each_request_what_it_gets_alone(server: EngineServer,
     assert min(gap(base, first), gap(base, second), gap(first, second)) > DIFFERENT
 
 
-def test_embedding_and_head_adapters_in_a_mixed_batch(server: EngineServer, tmp_path: Path) -> None:
-    """The second adapter changes only the embedding and the LM head."""
-    one = publish(server, tmp_path, seed=1, target_modules=[*TARGET_MODULES, *EMBEDDING_AND_HEAD])
-    two = publish(server, tmp_path, seed=2, target_modules=EMBEDDING_AND_HEAD)
-    mixed, alone = mixed_and_alone(server, [server.base, one.name, two.name])
-    three = publish(server, tmp_path, seed=3, target_modules=EMBEDDING_AND_HEAD[1:])
-    answers = [*alone[:3], server.ask(Ask(three.name, PROMPT[:40], max_tokens=64))]
-    assert min(gap(one, other) for one, other in combinations(answers, 2)) > DIFFERENT
+def test_embedding_and_head_adapters_in_a_mixed_batch(tiny_llama: Path, tmp_path: Path) -> None:
+    """A server with LoRA on every layer. The second adapter changes only the embedding and the LM head."""
+    with running_server(tiny_llama, target_modules=[*TARGET_MODULES, *EMBEDDING_AND_HEAD]) as server:
+        one = publish(server, tmp_path, seed=1)
+        two = publish(server, tmp_path, seed=2, target_modules=EMBEDDING_AND_HEAD)
+        three = publish(server, tmp_path, seed=3, target_modules=EMBEDDING_AND_HEAD[1:])
+        answers = [server.ask(Ask(name, PROMPT)) for name in (server.base, one.name, two.name, three.name)]
+        assert min(gap(one, other) for one, other in combinations(answers, 2)) > DIFFERENT
+        mixed, alone = mixed_and_alone(server, [server.base, one.name, two.name])
     assert all(same(m, a) for m, a in zip(mixed, alone, strict=True)), [
         gap(m, a) for m, a in zip(mixed, alone, strict=True)
     ]
