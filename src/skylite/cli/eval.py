@@ -209,7 +209,9 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
     out = results_folder(newest)
     recorded = newest.run_config.config if newest is not None and newest.run_config is not None else None
     config = (
-        load_config(None, flags.provenance) if recorded is None else change_config(recorded, flags.provenance)
+        load_config(None, flags.provenance)
+        if recorded is None
+        else change_config(recorded.as_sampled(), flags.provenance)
     )
     subjects = [Subject(found.adapter) for found in adapters]
     if flags.base:

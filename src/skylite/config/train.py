@@ -197,6 +197,14 @@ class TrainConfig(Section):
         """Where the groups come from."""
         return source_of(self)
 
+    def as_sampled(self) -> Self:
+        """The settings to sample from an adapter, whatever it learned from."""
+        if self.engine.num_engines:
+            return self
+        algorithm = self.algorithm.model_copy(update={"name": "grpo"})
+        engine = self.engine.model_copy(update={"num_engines": 1})
+        return self.model_copy(update={"algorithm": algorithm, "engine": engine})
+
     @property
     def max_sequence_tokens(self) -> int:
         """Longest sequence of a call: prompt and completion."""
