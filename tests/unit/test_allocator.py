@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from skylite.processes import child_env
 from skylite.processes.child_env import TBB_MALLOC, has_library, preload_env
 from skylite.processes.torchrun import trainer_env
 from skylite.trainer.micro_batch_memory import release_cached_memory
@@ -48,13 +47,6 @@ def test_without_tbb_releasing_does_nothing() -> None:
     assert release_cached_memory() is False
 
 
-def lib_folder(prefix: Path) -> Path:
-    (prefix / "lib").mkdir(parents=True)
-    for name in TBB_MALLOC:
-        (prefix / "lib" / name).symlink_to(os.path.realpath(Path(sys.prefix, "lib", name)))
-    return prefix
-
-
 SHAPES = """
 import torch
 from pathlib import Path
@@ -80,31 +72,14 @@ def test_a_trainer_does_not_grow_with_the_shapes_that_it_has_seen() -> None:
     assert float(done.stdout) < 30
 
 
-@pytest.mark.skipif(not has_library(*TBB_MALLOC), reason="TBB's allocator is not here")
-@pytest.mark.parametrize("name", ["with space", "with:colon", "with both : and space"])
-def test_libraries_below_a_folder_with_a_space_or_colon_are_loaded(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["with space", "with:colon"])
+def test_a_library_whose_path_cannot_be_named_is_logged(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """LD_PRELOAD is split at both, and ld.so only prints that it ignores the parts."""
-    monkeypatch.setattr(sys, "prefix", str(lib_folder(tmp_path / name)))
-    env = os.environ | preload_env(TBB_MALLOC, {}, "malloc")
-    code = "print('libtbbmalloc_proxy' in open('/proc/self/maps').read())"
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("True\n", "")
-
-
-def test_a_missing_temporary_folder_is_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / "with space"))
-    (tmp_path / "with space" / "lib").mkdir(parents=True)
-    (tmp_path / "with space" / "lib" / "libx.so").touch()
-    monkeypatch.setattr(child_env, "_LINK_FOLDERS", ("/nonexistent",))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "with space"))
-    child_env.link_folder.cache_clear()
-    try:
-        with caplog.at_level("WARNING"):
-            assert preload_env(["libx.so"], {"LD_PRELOAD": "/lib/own.so"}) == {}
-    finally:
-        child_env.link_folder.cache_clear()
-    assert f"{tmp_path}/with space/lib/libx.so is not preloaded" in caplog.text
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / name))
+    (tmp_path / name / "lib").mkdir(parents=True)
+    (tmp_path / name / "lib" / "libx.so").touch()
+    with caplog.at_level("WARNING"):
+        assert preload_env(["libx.so"], {"LD_PRELOAD": "/lib/own.so"}) == {}
+    assert f"{tmp_path}/{name}/lib/libx.so is not preloaded" in caplog.text

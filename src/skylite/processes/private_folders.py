@@ -49,8 +49,6 @@ MODE = 0o1700
 _NAME = re.compile(r"skylite-([a-z]+-)*[a-z0-9_]{8}")
 """A prefix, and what tempfile.mkdtemp adds to it."""
 _cleared: set[Path] = set()
-OTHERS_MAY_ENTER, OTHERS_MAY_WRITE = 0o077, 0o022
-"""Bits of a mode that a folder must not have."""
 
 
 def walk(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -228,10 +226,10 @@ def _is_own(path: Path) -> bool:
     return is_marked and found.st_uid == os.getuid()
 
 
-def make_own_folder(folder: Path, forbidden: int, hint: str) -> None:
+def make_own_folder(folder: Path, hint: str) -> None:
     """Create the folder with mode 0700, or check an existing one.
 
-    Raises ConfigError if it is a link, is another user's, or its mode has a `forbidden` bit; WriteFailed.
+    Raises ConfigError if it is a link, is another user's, or others may write to it; WriteFailed.
     """
     with convert_os_errors(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -239,16 +237,8 @@ def make_own_folder(folder: Path, forbidden: int, hint: str) -> None:
             folder.mkdir(mode=0o700)
             return
         found = os.lstat(folder)
-    if problem := _folder_problem(found, forbidden):
+    if problem := _folder_problem(found):
         raise ConfigError(f"{folder} {problem}; another user could change what this run reads.", hint)
-
-
-def is_own_folder(folder: Path, forbidden: int) -> bool:
-    """Whether it is a folder of this user whose mode has no `forbidden` bit."""
-    try:
-        return not _folder_problem(os.lstat(folder), forbidden)
-    except FileNotFoundError:
-        return False
 
 
 def require_own_links(path: Path, hint: str) -> None:
@@ -262,7 +252,7 @@ def require_own_links(path: Path, hint: str) -> None:
             )
 
 
-def _folder_problem(found: os.stat_result, forbidden: int) -> str:
+def _folder_problem(found: os.stat_result) -> str:
     if stat.S_ISLNK(found.st_mode):
         return "is a symbolic link"
     if not stat.S_ISDIR(found.st_mode):
@@ -270,7 +260,7 @@ def _folder_problem(found: os.stat_result, forbidden: int) -> str:
     if found.st_uid != os.geteuid():
         return f"belongs to the user with id {found.st_uid}, not to you"
     mode = stat.S_IMODE(found.st_mode)
-    return f"is open to other users (mode 0{mode:o})" if mode & forbidden else ""
+    return f"is open to other users (mode 0{mode:o})" if mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
 
 
 def open_lock(path: Path) -> FileIO:

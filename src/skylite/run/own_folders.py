@@ -17,7 +17,7 @@ from skylite.config.lora import LoraConfig
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError, convert_os_errors
 from skylite.processes.file_tree import entries_below
-from skylite.processes.private_folders import OTHERS_MAY_WRITE, make_own_folder, open_lock, require_own_links
+from skylite.processes.private_folders import make_own_folder, open_lock, require_own_links
 from skylite.run.files import TEMPORARY_MARK, write_json
 from skylite.run.run_dir import RunDir, published_versions
 from skylite.untrusted_files import read_text
@@ -104,7 +104,7 @@ def _owned(folder: Path, owner: str) -> ConfigError:
 def _locked(path: Path, hint: str) -> FileIO:
     """Open and lock the file. Raises ConfigError when another process holds the lock."""
     while True:
-        make_own_folder(path.parent, OTHERS_MAY_WRITE, hint)
+        make_own_folder(path.parent, hint)
         stream = open_lock(path)
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
