@@ -94,7 +94,7 @@ def publish(folder: Path, model: Path, version: int, scale: float) -> None:
 def flags(run: RunDir, **changes: Any) -> ExportFlags:
     given: dict[str, Any] = {
         "run": run.root, "step": None, "best": False, "merge": False, "gguf": False, "dtype": None,
-        "out": None, "base_name": None, "check_vllm": False, "push": None, "public": False,
+        "out": None, "base_name": None, "push": None, "public": False,
     }  # fmt: skip
     return ExportFlags(**(given | changes))
 

@@ -263,7 +263,7 @@ def _adapted_paths(found: WarmStart, model_path: Path) -> set[str]:
         if path.rpartition(".")[2] in LM_HEADS:
             raise ModelError(
                 f"The adapter {found.folder} has LoRA on the LM head ({path}), which engines leave out of "
-                "prompt log-probabilities (vllm#51594), so no adapter could be verified.",
+                "prompt log-probabilities, so no adapter could be verified.",
                 "Train it without the head (Tinker: train_unembed=False), or merge it into its base with "
                 "PEFT's merge_and_unload and start from that model.",
             )

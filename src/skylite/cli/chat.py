@@ -1,4 +1,4 @@
-"""Chat with an adapter in the terminal. Starts vLLM, or talks to a running server with --url.
+"""Chat with an adapter in the terminal. Starts an engine, or talks to a running server with --url.
 
 /quit ends, /reset forgets the conversation.
 """
@@ -63,7 +63,7 @@ def chat(
     url: Annotated[
         str | None,
         typer.Option(
-            help="Talk to a running `skylite serve`, e.g. http://127.0.0.1:8000. Default: start vLLM.",
+            help="Talk to a running `skylite serve`, e.g. http://127.0.0.1:8000. Default: start an engine.",
             rich_help_panel=WHICH,
         ),
     ] = None,

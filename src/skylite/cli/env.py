@@ -59,7 +59,7 @@ NumEpisodes = Annotated[
 Replies = Annotated[
     list[str] | None,
     typer.Option(
-        help="A reply of a scripted model, which needs no vLLM. Repeatable: the seed chooses one. With "
+        help="A reply of a scripted model, which needs no engine. Repeatable: the seed chooses one. With "
         "--model that model plays too, afterwards. "
         "Default: no scripted model.",
         rich_help_panel=EPISODES,

@@ -101,7 +101,7 @@ def export(
     """Write the folder, print what its checks measured, and push it if asked."""
     flags = ExportFlags(
         run=target or newest_run(), step=step, best=best, merge=merge, gguf=gguf, dtype=dtype, out=out,
-        base_name=base_name, check_vllm=check_vllm, push=push, public=public,
+        base_name=base_name, push=push, public=public,
     )  # fmt: skip
     if check_vllm and gguf and not merge:
         raise ConfigError("--check-vllm cannot check a GGUF file.", "Remove it, or add --merge.")

@@ -45,7 +45,6 @@ class ExportFlags:
     dtype: str | None
     out: Path | None
     base_name: str | None
-    check_vllm: bool
     push: str | None
     public: bool
 

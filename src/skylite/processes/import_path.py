@@ -1,4 +1,4 @@
-"""Keep the working folder out of every search path: Python would run a vllm.py there instead of the package.
+"""Keep the working folder out of every search path: Python would run a torch.py there instead of the package.
 
 `python -m` and `python -c` put the working folder first, and multiprocessing starts workers with `-c`. This
 file imports only what Python has imported at its start.

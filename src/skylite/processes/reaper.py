@@ -101,7 +101,7 @@ def remove_leftovers(temporary: str | None, mark: str | None) -> None:
     """Remove the temporary folder of the command, and what dead processes left in shared memory.
 
     A killed process does not remove its files: the queues and semaphores of an engine's processes
-    (engine/vllm/plugin/processes.py) and a file of Intel's OpenMP for each process.
+    (named by its plugin) and a file of Intel's OpenMP for each process.
     """
     if temporary:
         from skylite.processes.file_tree import remove_tree  # not before the end: a reaper stays small

@@ -17,7 +17,7 @@ from skylite.untrusted_text import parse_json, plain
 class AdapterVersion:
     """A published adapter. Version k is the policy after k steps; on-policy, step k samples version k - 1.
 
-    vLLM keys its prefix cache by LoRA name, so a name must always stand for the same weights.
+    Engines key their prefix cache by LoRA name, so a name must always stand for the same weights.
     """
 
     version: int
@@ -26,7 +26,7 @@ class AdapterVersion:
 
     @property
     def name(self) -> str:
-        """The model name in requests to vLLM."""
+        """The model name in requests to an engine."""
         return adapter_name(self.version)
 
     @property
