@@ -34,8 +34,8 @@ PROMPTS_PER_CALL = 256
 NO_TEMPLATE = "the model has no chat template, so prompts are plain 'Question: ... Answer:' text"
 
 Encode = Callable[[str, Sequence[Any]], Any]
-"""("chats", lists of turns) or ("texts", texts) -> token ids of each. ("replies", lists of turns) -> ids of
-prompt and reply of each. ("ends", lists of turns) -> the last characters of each."""
+"""("chats", lists of turns) or ("texts", texts) -> token ids of each. ("ends", lists of turns) -> the last
+characters of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,18 +127,9 @@ class ChatTokenizer:
 
     def encode_chats(self, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
         """Token ids of the turns of each chat, followed by the generation prompt."""
-        return self._in_parts("chats", chats)
-
-    def encode_replies(self, chats: Sequence[Sequence[Message]]) -> list[tuple[list[int], list[int]]]:
-        """Token ids of chats that end with a reply: of the prompt, as by `encode_chats`, and of the reply
-        with its end-of-turn token, as the model would sample it.
-        """
-        return [(prompt, reply) for prompt, reply in self._in_parts("replies", chats)]
-
-    def _in_parts(self, what: str, chats: Sequence[Sequence[Message]]) -> list[Any]:
         starts = range(0, len(chats), PROMPTS_PER_CALL)
         parts = ([list(chat) for chat in chats[s : s + PROMPTS_PER_CALL]] for s in starts)
-        return [ids for part in parts for ids in self.encode(what, part)]
+        return [ids for part in parts for ids in self.encode("chats", part)]
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of plain texts, without special tokens."""
@@ -189,7 +180,7 @@ def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> Ch
         )
     note = "" if facts["has_template"] or template.text else NO_TEMPLATE
     return ChatTokenizer(
-        _encoder(sandbox, model_path, stops),
+        _encoder(sandbox, model_path),
         stops,
         note,
         sandbox.close,
@@ -222,21 +213,16 @@ def too_long(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], limit: int) ->
     return found
 
 
-def _encoder(sandbox: Sandbox, model_path: Path, stops: tuple[int, ...]) -> Encode:
+def _encoder(sandbox: Sandbox, model_path: Path) -> Encode:
     def encode(what: str, items: Sequence[Any]) -> Any:
         try:
-            result = sandbox.call(what, list(items), stops)
+            result = sandbox.call(what, list(items))
         except CallFailed as error:
             raise ModelError(
                 f"The chat template or tokenizer of {model_path} {error} for {len(items)} prompts.",
                 "Correct its chat_template or data.chat_template, or use another model.",
             ) from None
-        if what == "replies":
-            right = isinstance(result, list) and all(_are_token_ids(pair, 2) for pair in result)
-            right = right and len(result) == len(items)
-        else:
-            right = what == "ends" or _are_token_ids(result, len(items))
-        if not right:
+        if what != "ends" and not _are_token_ids(result, len(items)):
             raise ModelError(f"The tokenizer of {model_path} returned no token ids.", "Use another model.")
         return result
 

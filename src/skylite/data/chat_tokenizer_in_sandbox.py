@@ -77,10 +77,7 @@ class Encoder:
     """Whether the model has a chat template of its own."""
 
     def __call__(self, what: str, items: Sequence[Any] = (), stop_token_ids: Sequence[int] = ()) -> Any:
-        """("facts"), ("chats", "ends" or "replies", lists of turns), ("texts", texts) or ("jobs", jobs).
-
-        "replies" and "jobs" need the end-of-turn tokens.
-        """
+        """("facts"), ("chats" or "ends", lists of turns), ("texts", texts), ("jobs", jobs, stops)."""
         tokenizer = self.tokenizer
         if what == "facts":
             used = tokenizer.chat_template
@@ -95,33 +92,13 @@ class Encoder:
             return JobRunner(tokenizer, stops, self.clock)(items)
         if what == "texts":
             return [tokenizer.encode(text, add_special_tokens=False) for text in items]
-        if what == "replies":
-            return [self._prompt_and_reply(turns, stop_token_ids) for turns in items]
-        texts = [self._render(turns) for turns in items]
+        texts = [
+            tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **self.arguments)
+            for turns in items
+        ]
         if what == "ends":
             return [text[-END_CHARACTERS:] for text in texts]
         return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-
-    def _render(self, turns: Sequence[Any], *, generation_prompt: bool = True) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            turns, add_generation_prompt=generation_prompt, tokenize=False, **self.arguments
-        )
-        return text
-
-    def _prompt_and_reply(self, turns: Sequence[Any], stops: Sequence[int]) -> list[list[int]]:
-        """Ids of the prompt, and of the last turn as the model would sample it, with one end-of-turn token.
-
-        Where the template does not render the reply directly after its prompt (which opens a reasoning block
-        that the history drops), the reply is its text.
-        """
-        prompt, full = self._render(turns[:-1]), self._render(turns, generation_prompt=False)
-        reply = full.removeprefix(prompt) if full.startswith(prompt) else turns[-1]["content"]
-        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in (prompt, reply)]
-        end = next((place for place, token in enumerate(ids[1]) if token in stops), None)
-        if end is not None:
-            return [ids[0], ids[1][: end + 1]]
-        eos = self.tokenizer.eos_token_id
-        return [ids[0], [*ids[1], stops[0] if eos is None else eos]]
 
 
 @dataclass(frozen=True, slots=True)

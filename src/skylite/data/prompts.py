@@ -88,12 +88,6 @@ class Chat:
     messages: list[Message]
     """The last message is the assistant's."""
 
-    @property
-    def replies(self) -> list[list[Message]]:
-        """The chat up to each message of the assistant. Each is learned after the prompt that it had then."""
-        ends = [i for i, turn in enumerate(self.messages, start=1) if turn["role"] == "assistant"]
-        return [self.messages[:end] for end in ends]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
@@ -104,14 +98,6 @@ class Pair:
     """The prompt. The last message is the user's."""
     chosen: str
     rejected: str
-
-    @property
-    def replies(self) -> tuple[list[Message], list[Message]]:
-        """The chats that end with the chosen and with the rejected reply."""
-        chosen, rejected = (
-            [*self.messages, Message(role="assistant", content=text)] for text in (self.chosen, self.rejected)
-        )
-        return chosen, rejected
 
 
 PreparedRow = Prompt | Chat | Pair
