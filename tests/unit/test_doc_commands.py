@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,12 +41,21 @@ BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to
 WITH_PACKAGES = [p for p in PAGES if any(block.note.startswith(RUN_WITH) for block in blocks(p))]
 
 
+OWN_FILES: dict[str, Callable[[dict[str, str]], dict[str, str]]] = {
+    "my.jsonl": lambda row: row,
+    "chats.jsonl": lambda row: {"prompt": row["q"], "completion": row["a"]},
+    "preferences.jsonl": lambda row: {"prompt": row["q"], "chosen": row["a"], "rejected": "no"},
+}
+"""A reader's own files, from a question and an answer."""
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a reader has it: their own rows, and the data of the default recipe."""
     root = tmp_path_factory.mktemp("reader")
     rows = [{"q": f"What is {a} + {b}?", "a": str(a + b)} for a in range(20) for b in range(20)]
-    (root / "my.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    for name, of_row in OWN_FILES.items():
+        (root / name).write_text("".join(f"{json.dumps(of_row(row))}\n" for row in rows), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         run_skylite("skylite prepare gsm8k --synthetic --limit 300 --out data/gsm8k-synthetic")
