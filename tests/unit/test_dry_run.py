@@ -25,7 +25,7 @@ from skylite.engine.vllm import models as servable_models
 from skylite.engine.vllm.models import check_lora
 from skylite.errors import ConfigError, DataError, ModelError
 from skylite.rewards.worker_pool import RewardPool
-from skylite.rollout.equal_rewards import EqualRewards
+from skylite.rollout.loop import EqualRewards
 from skylite.rollout.plan import RunPlan, plan_run, write_run
 from skylite.rollout.resume import plan_resume
 from skylite.run.run_dir import RunDir

@@ -13,7 +13,7 @@ from skylite.config.rollout import RewardParameters
 from skylite.evaluation.confidence_interval import mean_score
 from skylite.evaluation.evaluate import EvalResult
 from skylite.evaluation.harness_gsm8k import harness_score
-from skylite.evaluation.paired_test import bootstrap_p, compare, mcnemar_exact
+from skylite.evaluation.results import bootstrap_p, compare, mcnemar_exact
 from skylite.evaluation.scores import answer_of, can_vote, ks_for, majority_score, pass_at_k
 from skylite.evaluation.summary import metrics_of
 from skylite.rewards.math import closed_box

@@ -1,4 +1,8 @@
-"""Evaluations on the held-out problems before, between and after the steps of a run."""
+"""Evaluations on the held-out problems before, between and after the steps of a run.
+
+Consumes: held-out prompts and a loaded version. Waits for: the rollout source.
+Produces: evals/ and the scores. Unblocks: sampling of the next step.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ Two tasks run side by side. `sample_steps` samples each step once its adapter ve
 the rollout file for the trainer. `record_steps` loads and verifies each new adapter and records the step.
 On-policy, they take turns. With rollout.max_staleness = 1, the version for step k + 1 is verified before step
 k is trained.
+
+Consumes: adapters and step files of the trainer. Waits for: the trainer's step, the engines' loads.
+Produces: rollout files, metrics.jsonl. Unblocks: the trainer, and sampling of the next step.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from skylite.environments.source import gather_or_cancel
 from skylite.errors import TrainerLost
 from skylite.progress_reporting import long_work
 from skylite.report.read_run import number
-from skylite.rollout.equal_rewards import STEPS, EqualRewards
 from skylite.rollout.held_out import evaluate_at_start, evaluate_held_out, is_evaluated_after
 from skylite.rollout.judge_rollouts import RolloutJudge, mean_gap
 from skylite.rollout.plan import RunPlan
@@ -43,6 +45,33 @@ from skylite.run.run_dir import AdapterVersion, adapter_name, sampling_version
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.02
+
+
+EQUAL_STEPS = 3
+"""Steps without a signal, from which the user is warned; again each time their number has doubled."""
+
+
+@dataclass(slots=True)
+class EqualRewards:
+    """Counts the steps in a row whose groups all had equal rewards."""
+
+    steps: int = 0
+
+    def after(self, metrics: Mapping[str, Any]) -> str:
+        """Whether to warn after a step with these metrics: the sentence, or empty."""
+        share = metrics.get("groups/zero_std_sampled_frac", 0.0)
+        self.steps = self.steps + 1 if share is not None and share >= 1 else 0
+        doublings = math.log2(self.steps / EQUAL_STEPS) if self.steps >= EQUAL_STEPS else -1.0
+        return self.text(metrics) if doublings >= 0 and doublings.is_integer() else ""
+
+    def text(self, metrics: Mapping[str, Any]) -> str:
+        """What is wrong, and where to look."""
+        reward = metrics.get("reward/sampled_mean", metrics.get("reward/mean"))
+        mean = f", {reward:.3g} on average" if isinstance(reward, float) else ""
+        return (
+            f"in each of the last {self.steps} steps all rewards within a group were equal{mean}: the policy "
+            "learns nothing from them. `skylite samples` shows what the reward got"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +189,7 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
         append_metrics(plan.run.metrics_path, metrics)
         if text := equal.after(metrics):
             logger.warning(f"step {step}: {text}")
-        progress.warning = equal.text(metrics) if equal.steps >= STEPS else None
+        progress.warning = equal.text(metrics) if equal.steps >= EQUAL_STEPS else None
         progress.recorded = step
         progress.screen.step(metrics, completion_view(sampled.groups))
         judge_rollouts(judge, step, sampled, trainer_step.rollout_gaps, report.canary)

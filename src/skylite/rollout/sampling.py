@@ -1,4 +1,8 @@
-"""Sample one step: groups of completions from one adapter version, with rewards."""
+"""Sample one step: groups of completions from one adapter version, with rewards.
+
+Consumes: prompts of the step. Waits for: the rollout source, over several rounds where groups are replaced.
+Produces: the step's groups. Unblocks: the rollout file, for which the trainer waits.
+"""
 
 from __future__ import annotations
 

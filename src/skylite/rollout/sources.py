@@ -13,7 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+from pydantic import ValidationError
+
 from skylite.config.provenance import Provenance
+from skylite.config.rollout import RewardConfig, RewardParameters
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.data.prompts import Chat, Pair, PromptFileInfo, read_chats, read_pairs, read_prompts
@@ -22,6 +25,7 @@ from skylite.environments.episodes_source import episodes_running
 from skylite.environments.offline_source import Offline
 from skylite.environments.single_turn import SingleTurn
 from skylite.environments.source import RolloutSource
+from skylite.errors import DataError
 from skylite.notes import Note, notes_of
 from skylite.processes.child import Supervisor
 from skylite.processes.streams import printed_lines
@@ -30,7 +34,6 @@ from skylite.rewards.worker_pool import RewardPool
 from skylite.rollout.prompt_check import CheckedPrompts, check_prompts, fitting_prompts, require_chats
 from skylite.rollout.reference_answers import check_references
 from skylite.rollout.reward_check import check_calls
-from skylite.rollout.reward_settings import apply_reward_settings
 from skylite.rollout.trusted_programs import allow_episode, allow_rewards
 from skylite.types import Prompt
 from skylite.ui.logs import log_printed
@@ -295,3 +298,28 @@ def reward_pool(scored: ScoredData, logs: Path) -> RewardPool:
         config,
         config.prefill,
     )
+
+
+def apply_reward_settings(
+    config: TrainConfig, info: PromptFileInfo, keep: Collection[str]
+) -> tuple[TrainConfig, str]:
+    """Take over the settings that `skylite prepare` was given, if the data's own reward is used.
+
+    `keep`: settings of the section reward that the user chose. Returns a note on what was taken over.
+    Raises DataError for settings that do not exist.
+    """
+    update = {name: value for name, value in info.reward_settings.items() if name not in keep}
+    if config.reward.functions or not update:
+        return config, ""
+    try:
+        RewardParameters.model_validate(info.reward_settings)
+        reward = RewardConfig.model_validate(config.reward.model_dump() | update)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(map(str, problem["loc"]))
+        raise DataError(
+            f"The data was prepared with a reward setting that is refused: {name}: {problem['msg']}.",
+            "Prepare it again with `skylite prepare`.",
+        ) from None
+    values = ", ".join(f"reward.{name}={value!r}" for name, value in update.items())
+    return config.model_copy(update={"reward": reward}), f"from the data: {values}"
