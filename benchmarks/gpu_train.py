@@ -299,7 +299,7 @@ def build(
 
     from skylite.config.train import Resolved, TrainConfig
     from skylite.model import policy as policy_module
-    from skylite.model.checked_shortcuts import enable_shortcuts
+    from skylite.model.fast_path_check import enable_shortcuts
     from tests.one_rank import OneRank
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

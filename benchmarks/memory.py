@@ -137,7 +137,7 @@ def measure_pass(model: Path, dtype: str, tokens: str, checkpointing: str) -> di
     import torch
 
     from skylite.config.train import Resolved
-    from skylite.model.checked_shortcuts import enable_shortcuts
+    from skylite.model.fast_path_check import enable_shortcuts
     from skylite.model.packing import pack_tokens
     from skylite.model.policy import load_policy, score
     from skylite.trainer.micro_batch_memory import peak_bytes, release_cached_memory, reset_peak_bytes

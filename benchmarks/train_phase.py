@@ -93,7 +93,7 @@ def inner(args: argparse.Namespace) -> None:
     """One combination, inside a rank; rank 0 prints its numbers as JSON."""
     import torch
 
-    from skylite.model.checked_shortcuts import enable_shortcuts
+    from skylite.model.fast_path_check import enable_shortcuts
     from skylite.model.policy import load_policy
     from skylite.model.process_group import process_group, set_threads
     from skylite.trainer.optimizer import make_optimizer

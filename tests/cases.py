@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from skylite.config.algorithm import PRESETS, SOURCES
 from skylite.config.train import TrainConfig
-from skylite.model.checked_shortcuts import enable_shortcuts
+from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.packing import Packing
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist

@@ -1,4 +1,4 @@
-"""Wrong ways to compute a model over a prefix tree. checked_shortcuts.py must reject each."""
+"""Wrong ways to compute a model over a prefix tree. fast_path_check.py must reject each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from skylite.model import attention_backends, checked_shortcuts, tree_attention
+from skylite.model import attention_backends, fast_path_check, tree_attention
 from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_norms
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy
@@ -39,10 +39,10 @@ def _packing(change: Change) -> Iterator[None]:
 
     def wrong(*args: Any) -> Any:
         tokens = pack_tokens(*args)
-        return change(tokens) if args[3] == "tree" else tokens
+        return change(tokens) if args[1] == "tree" else tokens
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checked_shortcuts, "pack_tokens", wrong)
+        patch.setattr(fast_path_check, "pack_tokens", wrong)
         yield
 
 
@@ -85,9 +85,9 @@ def tree_gap(policy: Policy, probe: list[int]) -> float:
     """Mean |logprob difference| between tree and plain form, as enable_shortcuts computes it."""
     base = policy.model.get_base_model()
     base.set_attn_implementation("eager")
-    reference = checked_shortcuts._probe_logprobs(replace(policy, packing="padded"), probe)
+    reference = fast_path_check._probe_logprobs(replace(policy, packing="padded"), probe)
     base.set_attn_implementation(attention_backends.implementation("sdpa"))
-    return checked_shortcuts._gap(replace(policy, packing="tree"), probe, reference)[0]
+    return fast_path_check._gap(replace(policy, packing="tree"), probe, reference)[0]
 
 
 def wrong_norm_gap(policy: Policy, probe: list[int]) -> float:
@@ -95,11 +95,11 @@ def wrong_norm_gap(policy: Policy, probe: list[int]) -> float:
     base = policy.model.get_base_model()
     base.set_attn_implementation("eager")
     policy = replace(policy, packing="padded")
-    reference = checked_shortcuts._probe_logprobs(policy, probe)
+    reference = fast_path_check._probe_logprobs(policy, probe)
     gaps = []
     for gain in RMS_NORM_GAINS.values():
         undo = fuse_norms(policy.model, gain, False)
         assert undo is not None
-        gaps.append(checked_shortcuts._gap(policy, probe, reference)[0])
+        gaps.append(fast_path_check._gap(policy, probe, reference)[0])
         undo()
     return max(gaps)

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from skylite.algorithms.losses import BatchSize
 from skylite.config.train import Resolved, TrainConfig
-from skylite.model import checked_shortcuts
+from skylite.model import fast_path_check
 from skylite.model import policy as policy_module
 from skylite.model.attention_backends import register_backends
-from skylite.model.checked_shortcuts import enable_shortcuts
+from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.packing import Packing
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
@@ -53,7 +53,7 @@ def fake_policy(
             assert probe_logprobs(policy, probe).shape == reference.shape
         return 0.0, "fake"
 
-    probe_logprobs = checked_shortcuts._probe_logprobs
+    probe_logprobs = fast_path_check._probe_logprobs
     resolved = Resolved(
         model_path="",
         model_fingerprint="",
@@ -63,8 +63,8 @@ def fake_policy(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy_module, "load_base", load_base)
-        patch.setattr(checked_shortcuts, "_gap", gap)
-        patch.setattr(checked_shortcuts, "_probe_logprobs", probe_logprobs if probes else lambda *_: None)
+        patch.setattr(fast_path_check, "_gap", gap)
+        patch.setattr(fast_path_check, "_probe_logprobs", probe_logprobs if probes else lambda *_: None)
         policy = load_policy(resolved, config, one_rank())
         policy, _ = enable_shortcuts(policy, list(range(24)))
     if packing == "padded":

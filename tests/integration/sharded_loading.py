@@ -20,7 +20,7 @@ from tests.small_run import resolved, settings
 
 
 def main(out: Path, models: list[Path]) -> None:
-    from skylite.model.checked_shortcuts import enable_shortcuts
+    from skylite.model.fast_path_check import enable_shortcuts
     from skylite.model.packing import pack_tokens
 
     set_threads(1)

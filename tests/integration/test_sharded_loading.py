@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from skylite.model.checked_shortcuts import enable_shortcuts
+from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import load_policy, score
 from tests.cases import PROBE

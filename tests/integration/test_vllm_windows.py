@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skylite.errors import SyncFailed
-from skylite.model.checked_shortcuts import enable_shortcuts
+from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.policy import load_policy
 from skylite.rollout.judge_rollouts import RolloutJudge
 from skylite.run.files import write_json

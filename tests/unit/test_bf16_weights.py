@@ -13,10 +13,10 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from skylite.model import checked_shortcuts
+from skylite.model import fast_path_check
 from skylite.model.bf16_weights import store_in_bf16
-from skylite.model.checked_shortcuts import enable_shortcuts
 from skylite.model.chunked_logprobs import head_logprobs
+from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.policy import load_policy
 from skylite.model.process_group import Dist
 from tests.cases import PROBE, gradients_after_step, policy_of
@@ -135,7 +135,7 @@ def test_a_step_gives_the_same_gradient_and_the_base_takes_half_the_bytes(
     config = settings(algorithm={"kl_coef": 0.1, "entropy_coef": 0.01})  # also runs the base model
     in_bf16 = policy_of(model, config, dist)
     ours = gradients_after_step(in_bf16, config, dist)[0]
-    monkeypatch.setattr(checked_shortcuts, "store_in_bf16", lambda modules: None)
+    monkeypatch.setattr(fast_path_check, "store_in_bf16", lambda modules: None)
     in_fp32 = policy_of(model, config, dist)
     assert torch.equal(ours, gradients_after_step(in_fp32, config, dist)[0])
     assert held(in_bf16.model) < 0.7 * held(in_fp32.model)  # norms and LoRA stay float32
@@ -147,7 +147,7 @@ def test_pefts_layer_accepts_bf16_weights(
     """With dropout the fused operation is not used."""
     model, config = rounded_model(tmp_path), settings(lora={"dropout": 0.3})
     ours = gradients_after_step(policy_of(model, config, dist), config, dist)[0]
-    monkeypatch.setattr(checked_shortcuts, "store_in_bf16", lambda modules: None)
+    monkeypatch.setattr(fast_path_check, "store_in_bf16", lambda modules: None)
     assert torch.equal(ours, gradients_after_step(policy_of(model, config, dist), config, dist)[0])
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from skylite.algorithms.advantages import gae
 from skylite.config.train import TrainConfig
 from skylite.errors import TrainingDiverged
-from skylite.model.checked_shortcuts import enable_shortcuts
+from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.packing import PackedTokens, pack_tokens
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from skylite.model.activation_checkpointing import recompute_fn_of
-from skylite.model.checked_shortcuts import enable_shortcuts
+from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms, gated_activation, rms_norm
 from skylite.model.policy import load_policy
 from skylite.model.process_group import Dist

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from skylite.errors import ModelError
-from skylite.model.checked_shortcuts import enable_shortcuts
+from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.loading import decoder_layers
 from skylite.model.packing import Packing, pack_tokens
 from skylite.model.policy import load_policy, score

@@ -14,11 +14,12 @@ import pytest
 from rich.console import Console
 
 from skylite.config.loading import read_run_config
-from skylite.model import checked_shortcuts
-from skylite.model.checked_shortcuts import enable_shortcuts
+from skylite.model import fast_path_check
+from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import load_policy
 from skylite.model.process_group import Dist
+from skylite.notes import Note
 from skylite.rollout.loop import wait_for_trainer_step
 from skylite.rollout.run_session import record_choices
 from skylite.trainer.loop import write_step_file
@@ -43,12 +44,12 @@ def no_trees() -> Iterator[None]:
     """A model whose pass over a prefix tree raises an error of two lines."""
 
     def refuse(*args: Any) -> Any:
-        if args[3] == "tree":
+        if args[1] == "tree":
             raise ValueError(f"{REFUSED}\nand its stack")
         return pack_tokens(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checked_shortcuts, "pack_tokens", refuse)
+        patch.setattr(fast_path_check, "pack_tokens", refuse)
         yield
 
 
@@ -72,7 +73,7 @@ def test_the_choices_and_the_reason_of_a_fallback_are_shown_and_recorded(
 ) -> None:
     """They replace the choices of an earlier start, and leave everything else in config.json as it is."""
     plan = plan_of(tmp_path, 0, 3, 0, 1, False)
-    earlier = plan.resolved.model_copy(update={"choices": ["packing: another"], "notes": ["a note"]})
+    earlier = plan.resolved.model_copy(update={"choices": ["packing: another"], "notes": [Note("a note")]})
     plan = replace(plan, resolved=earlier)
     with model():
         _, choices = enable_shortcuts(load_policy(resolved(tiny_llama, tmp_path), settings(), dist), PROBE)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skylite.engine.canary_float32 import MIN_NOISE
-from skylite.model.checked_shortcuts import enable_shortcuts
+from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
 from skylite.rollout.judge_rollouts import RolloutJudge

@@ -293,7 +293,7 @@ class Resolved(Section):
     warm_start: str | None = None
     """The run's own copy of lora.from_adapter."""
     choices: list[str] = []
-    """Which shortcuts the trainer uses for this model, and why (model/checked_shortcuts.py)."""
+    """Which shortcuts the trainer uses for this model, and why (model/fast_path_check.py)."""
     notes: list[Note] = []
     """The choices and substitutions that skylite printed at the start."""
 

@@ -15,7 +15,7 @@ from skylite.adapters.manifest import Canary
 from skylite.algorithms.user_functions import load_functions
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import TrainingDiverged
-from skylite.model.checked_shortcuts import enable_shortcuts
+from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist, half_the_threads
 from skylite.run.checkpoint_folder import checkpoint_steps

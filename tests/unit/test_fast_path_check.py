@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from skylite.model import checked_shortcuts
-from skylite.model.checked_shortcuts import TOLERANCE, enable_shortcuts
+from skylite.model import fast_path_check
+from skylite.model.fast_path_check import TOLERANCE, enable_shortcuts
 from skylite.model.float32_arithmetic import Float32Arithmetic, row_dot
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
@@ -75,8 +75,8 @@ def test_a_compilers_error_is_one_line_of_the_log(monkeypatch: pytest.MonkeyPatc
     def fail(*_: object) -> None:
         raise RuntimeError("LoweringException: unbacked_bindings\n\nWhile executing %x\n  File a.py, line 7")
 
-    monkeypatch.setattr(checked_shortcuts, "_probe_logprobs", fail)
-    gap, reason = checked_shortcuts._gap(policy=None, probe=[], reference=torch.zeros(1))  # type: ignore[arg-type]
+    monkeypatch.setattr(fast_path_check, "_probe_logprobs", fail)
+    gap, reason = fast_path_check._gap(policy=None, probe=[], reference=torch.zeros(1))  # type: ignore[arg-type]
     assert gap == math.inf
     assert reason == "the model does not support it: LoweringException: unbacked_bindings"
 
