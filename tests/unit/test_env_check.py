@@ -70,7 +70,6 @@ async def episode(task, chat):
 """
 WITH_SANDBOX = """
 from skylite.environments.python_tool import python_tool
-from tests.settings import typed
 
 async def episode(task, chat):
     await chat(task.messages)
