@@ -198,7 +198,6 @@ def test_nothing_is_lost_on_a_day_with_stops(day: Day, tiny_llama: Path) -> None
     with day.part("resume, kill -9"):
         code, output = day.interrupt((*COMMAND, *resume), 1, lambda process: process.kill())
         assert code == -signal.SIGKILL
-        assert day.phase() == "dead"
         assert json.loads(day.skylite("runs", ".", "--json"))[0]["phase"] == "dead"
         assert rollouts.items() <= hashes(day.run).items(), "no completions were sampled twice"
         rollouts = hashes(day.run)
