@@ -177,11 +177,11 @@ def test_an_input_that_is_not_finite_is_named() -> None:
     samples = random_samples(0)
     assert rollout_anomaly(examples_of(groups_of(samples))) == ""
     samples[5] = replace(samples[5], completion_token_ids=[1, 2], sampling_logprobs=[-1.0, float("-inf")])
-    expected = "vLLM's logprob of token 1 in turn 0 of trajectory 1 of group 1 is -inf"
+    expected = "the engine's logprob of token 1 in turn 0 of trajectory 1 of group 1 is -inf"
     assert rollout_anomaly(examples_of(groups_of(samples))) == expected
     rows = random_episodes(0)
     rows[1].sampling_logprobs[len(rows[1].all_calls[0][1])] = float("nan")
-    expected = "vLLM's logprob of token 0 in turn 1 of trajectory 1 of group 0 is nan"
+    expected = "the engine's logprob of token 0 in turn 1 of trajectory 1 of group 0 is nan"
     assert rollout_anomaly(examples_of(groups_of(rows))) == expected
     for reward in ("nan", "inf", "-inf", "1e+39"):
         samples[0] = replace(samples[0], prompt_id="t/train/7")

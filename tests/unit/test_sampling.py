@@ -96,7 +96,6 @@ def test_zero_std_is_decided_on_the_reward_that_is_trained(tmp_path: Path) -> No
     """Both sampling and trainer use reward plus penalty in float32."""
     import torch
 
-    from skylite.algorithms.advantages import zero_std_groups
     from skylite.trainer.micro_batches import arrange
     from skylite.trainer.trainer import make_algorithm
 
@@ -111,7 +110,7 @@ def test_zero_std_is_decided_on_the_reward_that_is_trained(tmp_path: Path) -> No
     write_rollouts(tmp_path / "r.parquet", cases)
     examples, config = read_examples(tmp_path / "r.parquet"), settings()
     table = arrange(examples, make_algorithm(config), config)
-    assert zero_std_groups(table.rewards).tolist() == [g.is_zero_std for g in cases]
+    assert table.zero_std == [g.is_zero_std for g in cases]
     assert torch.equal(table.rewards[0], torch.tensor([1.0, 0.5]))
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from skylite.algorithms.advantages import zero_std_groups
 from skylite.algorithms.interface import Algorithm
 from skylite.config.train import TrainConfig
 from skylite.model.process_group import Dist
@@ -98,10 +97,9 @@ INTERMEDIATE = {
 
 def _group_metrics(table: Table) -> dict[str, float]:
     """Metrics that depend on the rollouts only."""
-    zero_std = zero_std_groups(table.rewards).tolist()
     return {
-        "groups/zero_std_frac": sum(zero_std) / len(zero_std),
-        "groups/left_out_frac": int((~table.kept).sum()) / table.kept.numel(),
+        "groups/zero_std_frac": sum(table.zero_std) / len(table.zero_std),
+        "groups/left_out_frac": sum(not kept for kept in table.kept) / len(table.kept),
     }
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skylite.algorithms.advantages import zero_std_groups
 from skylite.algorithms.interface import Algorithm, KeepTogether
 from skylite.algorithms.losses import BatchSize
 from skylite.config.train import TrainConfig
@@ -41,8 +42,10 @@ class Table:
     """[N, G] float32, penalties included."""
     lengths: Tensor
     """[N, G] tokens with a weight, float32."""
-    kept: Tensor
-    """[N, G] bool: in the loss."""
+    kept: Sequence[bool]
+    """[N * G] by number: in the loss."""
+    zero_std: Sequence[bool]
+    """[N] groups whose rewards are all equal."""
     advantages: Tensor | None
     """[N, G] if they depend on rewards and lengths only."""
     updates: Sequence[Sequence[int]]
@@ -136,7 +139,8 @@ def arrange(examples: Sequence[TrainingExample], algorithm: Algorithm, config: T
         numbers={(t[0].group, t[0].trajectory): number for number, t in enumerate(trajectories)},
         rewards=rewards,
         lengths=lengths,
-        kept=kept,
+        kept=kept.flatten().tolist(),
+        zero_std=zero_std_groups(rewards).tolist(),
         advantages=advantages,
         updates=updates,
         sizes=sizes_of,
@@ -187,9 +191,11 @@ def make_micro_batch(
         num_tokens(table.trajectories[n][: part[0].turn]) for n, part in zip(numbers, parts, strict=True)
     ]
     starts = np.array(numbers, dtype=np.int64) * KEY_STRIDE + np.array(before, dtype=np.int64)
-    kept = table.kept.flatten().tolist()
     factors = np.array(
-        [algorithm.weight(num_tokens(table.trajectories[n]), size) if kept[n] else 0.0 for n in numbers],
+        [
+            algorithm.weight(num_tokens(table.trajectories[n]), size) if table.kept[n] else 0.0
+            for n in numbers
+        ],
         dtype=np.float32,
     )
     own_weights = np.concatenate([np.zeros(0, np.float32), *(e.weights[e.scored] for e in examples)])
