@@ -176,7 +176,7 @@ def test_a_run_and_its_resume_share_one_log_file_and_a_dry_run_writes_none(
     assert call(["train", "--resume", str(tmp_path / "run")]).code == 0
     text = (tmp_path / "run" / "logs" / "skylite.log").read_text()
     for line in (
-        "INFO skylite.rollout.plan_messages: data: t (generated: t)",
+        "INFO skylite.notes: data: t (generated: t)",
         "WARNING skylite.notes: optim.lr=1e-07",
         "INFO skylite.test: the session of step 1 begins, resume False",
         f"INFO skylite.rollout.resume: resuming {tmp_path / 'run'} after step 0",

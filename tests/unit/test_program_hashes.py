@@ -57,7 +57,7 @@ def test_changed_content_asks_again(here: Path, tiny_llama: Path) -> None:
     ):
         assert reply.code == 2, reply.output
         assert f"names the reward {here}/own.py:f, a Python program that has changed" in reply.output
-        assert f"as it is now, name it: --set 'reward.functions=[\"{here}/own.py:f\"]'" in reply.output
+        assert f"name it again: --set 'reward.functions=[\"{here}/own.py:f\"]'" in reply.output
         assert not (here / "ran").exists()
     assert dry_run(tiny_llama, "--set", "reward.functions=['own.py:f']").code == 0
     assert (here / "ran").exists()
