@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
@@ -18,6 +21,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from skylite.processes.hardware import threads_per_rank
+from skylite.types import TrainingExample
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """Longest wait in a collective. A longer one is a hang: see `Dist.wait_for`."""
@@ -66,11 +70,19 @@ class Dist:
         return values
 
     def share(self, value: T | None) -> T:
-        """The value of rank 0 on every rank; the others pass None."""
-        box = [value]
-        if self.dp_size > 1:  # by gloo, also beside NCCL: a rank that waits in NCCL keeps its GPU busy
-            torch_dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return cast(T, box[0])
+        """The value of rank 0 on every rank; the others pass None. JSON, or examples in lists.
+
+        As bytes: torch's own function for objects unpickles what a peer sends, which can be any code. By
+        gloo, also beside NCCL: a rank that waits in NCCL keeps its GPU busy.
+        """
+        if self.dp_size == 1:
+            return cast(T, value)
+        text = bytearray(json.dumps(value, default=_to_json).encode() if self.is_main else b"")
+        size = self.broadcast_(torch.tensor([len(text)]))
+        body = (
+            torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(int(size), dtype=torch.uint8)
+        )
+        return cast(T, json.loads(self.broadcast_(body).numpy().tobytes(), object_hook=_from_json))
 
     def wait_for(self, look: Callable[[], T | None]) -> T:
         """What `look` returns on rank 0, which alone calls it, once that is not None. All ranks call it.
@@ -81,6 +93,24 @@ class Dist:
             value = self.share(_poll(look) if self.is_main else None)
             if value is not None:
                 return value
+
+
+_ARRAY, _EXAMPLE = "array of a rank", "example of a rank"
+
+
+def _to_json(value: object) -> dict[str, Any]:
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        return {_ARRAY: [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+    if isinstance(value, TrainingExample):
+        return {_EXAMPLE: {f.name: getattr(value, f.name) for f in fields(value)}}
+    raise TypeError(f"ranks do not share a {type(value).__name__}")
+
+
+def _from_json(value: dict[str, Any]) -> Any:
+    if _ARRAY in value:
+        dtype, data = value[_ARRAY]
+        return np.frombuffer(base64.b64decode(data), dtype=np.dtype(dtype)).copy()  # refuses objects
+    return TrainingExample(**value[_EXAMPLE]) if _EXAMPLE in value else value
 
 
 def _poll(look: Callable[[], T | None]) -> T | None:

@@ -1,0 +1,46 @@
+"""What rank 0 sends the others: bytes that are read as JSON, with the bits of every array."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from skylite.model.process_group import _from_json, _to_json
+from skylite.types import TrainingExample
+
+
+def sent(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=_to_json), object_hook=_from_json)
+
+
+def test_examples_arrive_bit_for_bit() -> None:
+    logprobs = np.array([0.0, -1.1, np.nan, -np.inf], np.float32)
+    example = TrainingExample(
+        token_ids=np.array([1, 2, 3, 4], np.int32),
+        weights=np.array([0, 1, 1, 1], np.float32),
+        sampling_logprobs=logprobs,
+        group=3,
+        reward=0.1,
+        prompt_id="p-1",
+        extras={"teacher": np.array([1.5, 2.5, 3.5, 4.5])},
+    )
+    (found,) = sent([example])
+    for field in fields(TrainingExample):
+        before, after = getattr(example, field.name), getattr(found, field.name)
+        if isinstance(before, np.ndarray):
+            assert (after.dtype, after.tobytes()) == (before.dtype, before.tobytes())
+        elif field.name != "extras":
+            assert after == before
+    assert found.extras["teacher"].tolist() == [1.5, 2.5, 3.5, 4.5]
+    assert sent([[1, 2], None, "text", 0.1]) == [[1, 2], None, "text", 0.1]
+
+
+def test_no_object_is_sent_or_made() -> None:
+    with pytest.raises(TypeError, match="ranks do not share a set"):
+        sent({1})
+    with pytest.raises(ValueError, match="OBJECT"):
+        json.loads('{"array of a rank": ["|O", "AAAAAAAAAAA="]}', object_hook=_from_json)
