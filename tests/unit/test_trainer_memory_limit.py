@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from skylite.config.train import RunConfig, TrainConfig
+from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.model import process_group
 from skylite.model.process_group import Dist
 from skylite.resources.gpu_memory_plan import plan_memory
 from skylite.resources.gpu_placement import place
-from skylite.rollout import plan as plan_module
 from skylite.rollout.plan import plan_run, write_run
 from skylite.rollout.resume import plan_resume
 from skylite.run.run_dir import RunDir
@@ -111,7 +111,7 @@ def test_a_run_and_its_resume_record_what_the_plan_gives_a_rank(
     machine: Machine, tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the resume, another process uses 30,000 MiB of the GPU."""
-    monkeypatch.setattr(plan_module, "check_build", lambda device: None)  # vLLM's, which may be for CPUs
+    monkeypatch.setattr(VllmLauncher, "check_machine", lambda self, device: None)  # may be built for CPUs
     machine.has_torch()
     machine.lists(H200)
     write_data(tmp_path / "data", 4)

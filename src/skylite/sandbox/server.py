@@ -30,7 +30,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from skylite.processes.file_tree import entries_below
 from skylite.processes.reaper import die_with_parent
 from skylite.sandbox.confine import (
     SETUP_BYTES,
@@ -48,6 +47,7 @@ SIZE_S = 0.1
 """How often the size of the scratch folder is checked."""
 END = b"\n"
 """Ends an answer. JSON in one line contains none."""
+_FILL = stat.S_IWUSR | stat.S_IXUSR
 _ENTRY_BYTES = 4096
 """Counted for each file and folder, so that empty ones have a limit, too."""
 _F_SETSIG = 10
@@ -209,12 +209,22 @@ def _answer(function: Callable[..., Any], arguments: bytes) -> bytes:
 def is_larger(folder: Path, most: int) -> bool:
     """Whether the files below take more than `most` bytes, or could: a folder that can be filled, not listed.
 
-    Deleted files that are still open are not seen.
+    A folder that cannot be filled either stays empty: no mode can be changed in the sandbox. Deleted files
+    that are still open are not seen.
     """
-    size = 0
+    size, left = 0, [str(folder)]
     try:
-        for entry in entries_below(folder):
-            size += _ENTRY_BYTES + 512 * entry.stat(follow_symlinks=False).st_blocks
+        while left:
+            path = left.pop()
+            try:
+                with os.scandir(path) as entries:
+                    for entry in entries:
+                        size += _ENTRY_BYTES + 512 * entry.stat(follow_symlinks=False).st_blocks
+                        if entry.is_dir(follow_symlinks=False):
+                            left.append(entry.path)
+            except PermissionError:
+                if path == str(folder) or os.lstat(path).st_mode & _FILL == _FILL:
+                    return True
             if size > most:
                 return True
     except (FileNotFoundError, NotADirectoryError):

@@ -59,6 +59,10 @@ def make_trainer(policy: Policy, config: TrainConfig, dist: Dist) -> Trainer:
     return Trainer(config=config, dist=dist, policy=policy, optimizer=optimizer, critic=critic)
 
 
+LEARNING_RATES = {"policy": "optim/lr", "critic": "critic/lr"}
+"""Policy -> the metric of its learning rate."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
     """Everything that a step needs."""
@@ -93,7 +97,7 @@ class Trainer:
         seed = np.random.SeedSequence([config.seed, step, self.dist.dp_rank]).generate_state(1)[0]
         torch.manual_seed(int(seed))
         return {
-            f"{'optim' if name == 'policy' else name}/lr": x.set_rate(step, config.num_steps, config.optim)
+            LEARNING_RATES[name]: x.set_rate(step, config.num_steps, config.optim)
             for name, x in self.optimizers.items()
         }
 
