@@ -21,6 +21,7 @@ from tests.e2e.running import (
     wait_gone,
     words_of,
 )
+from tests.fakes.launcher import SERVER
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
 Process = Popen[str]
@@ -71,7 +72,7 @@ def test_a_run_survives_a_hung_engine_and_a_hung_rank_and_fails_with_the_reason_
     flags = [*(word for setting in settings for word in ("--set", setting)), "--max-restarts", "1"]
     with running(project, *project.train_args("deaths", 600, *flags)) as process:
         wait_for_step(project, process, "deaths", 1)
-        command_of(descendants(process.pid), "tests/fakes/engine.py").suspend()
+        command_of(descendants(process.pid), str(SERVER)).suspend()
         wait_for_restart(project, process, "engine-0")
         rank = command_of(descendants(process.pid), "skylite.trainer.worker")
         torchrun = [p for p in descendants(process.pid) if "torch.distributed.run" in words_of(p)]

@@ -13,6 +13,7 @@ import pytest
 from skylite.run.run_dir import RunDir
 from tests.e2e.project import Project, descendants, torn
 from tests.e2e.running import DEADLINE_S, command_of, running, wait_for_step, wait_gone
+from tests.fakes.launcher import SERVER
 from tests.torture.evidence import digests, finished_steps
 from tests.torture.ground import SETTINGS
 
@@ -62,7 +63,7 @@ def test_an_engine_and_a_run_killed_during_episodes_leave_the_same_adapters(
     with running(project, *args("struck")) as process:
         wait_for_step(project, process, "struck", 1)
         wait_until_in_episodes(project, process)
-        command_of(descendants(process.pid), "tests/fakes/engine.py").kill()
+        command_of(descendants(process.pid), str(SERVER)).kill()
         wait_for_step(project, process, "struck", 3)
         assert project.status("struck")["restarts"] == {"engine-0": 1}
         wait_until_in_episodes(project, process)
