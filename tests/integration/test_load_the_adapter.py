@@ -106,7 +106,8 @@ def test_vllm_alone_answers_the_documented_request(tiny_llama: Path, adapter: Pa
         "float32",
         "--enforce-eager",
     ]
-    environ = os.environ | OFFLINE | {"VLLM_API_KEY": "secret"}
+    # vLLM alone has its own name for the key, and the documented request ours.
+    environ = os.environ | OFFLINE | {"VLLM_API_KEY": "secret", "SKYLITE_API_KEY": "secret"}
     with (tmp_path / "log").open("wb") as log:
         server = subprocess.Popen(
             [*words, *flags], env=environ, stdout=log, stderr=log, start_new_session=True
