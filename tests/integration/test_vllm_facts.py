@@ -15,7 +15,6 @@ from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate
 from skylite.engine.connections import Address
-from skylite.engine.interface import EngineSpec
 from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.engine.vllm.memory import served_rank
 from skylite.engine.vllm.models import TABLE
@@ -32,25 +31,18 @@ from tests.integration.in_vllm import (
     VOCABULARY,
 )
 from tests.tiny_models import make_tiny_model
+from tests.unit.engine_cases import SPEC as CPU_SPEC
 
 pytestmark = pytest.mark.vllm
 GIB = 2**30
-SPEC = EngineSpec(
-    name="engine-0",
-    model_path=Path("model"),
+SPEC = replace(
+    CPU_SPEC,
     device="cuda",
     dtype="bfloat16",
-    address=Address("unix:engine-0.sock"),
-    lora_rank=32,
-    target_modules=["q_proj", "v_proj"],
-    max_loras=2,
     max_model_len=1536,
-    max_num_seqs=64,
-    kv_cache_gib=0.5,
     gpu_memory_utilization=0.0123,
     kv_cache_bytes=123456789,
     cpu_lora="dense",
-    seed=7,
     gpus=(0, 1),
     tensor_parallel=2,
 )

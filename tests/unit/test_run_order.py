@@ -175,7 +175,7 @@ def test_a_nan_reward_reaches_the_trainer_and_is_null_in_the_metrics(tmp_path: P
 
 
 class Same:
-    """Scores every completion alike."""
+    """Gives every completion the same score."""
 
     async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
         return [Score(0.5)] * len(items)

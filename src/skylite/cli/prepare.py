@@ -276,6 +276,23 @@ def prepare(
     )  # fmt: skip
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FlagGroups:
+    """The flags by what takes them: name -> value."""
+
+    module: dict[str, object]
+    """data_prep files."""
+    file: dict[str, object]
+    """A user's own data."""
+    reward: dict[str, object]
+    row: dict[str, object]
+    kind: dict[str, object]
+
+    @property
+    def all(self) -> dict[str, object]:
+        return self.module | self.file | self.reward | self.row | self.kind
+
+
 def prepare_data(
     target: str,
     *,
@@ -304,54 +321,58 @@ def prepare_data(
     """
     own_flags = OwnFlags(**own)  # type: ignore[arg-type]  # the caller names its fields
     chosen = RewardChoice(own_flags.reward, read_parameters(settings), has_answers=not no_answer)
-    module_flags: dict[str, object] = {"--source": source, "--synthetic": synthetic}
-    module_flags |= {"--first-source": first_source, "--difficulty": difficulty}
-    file_flags = own_flags.by_name()
-    reward_flags: dict[str, object] = {"--no-answer": no_answer, "--set": tuple(settings)}
-    row_flags: dict[str, object] = {"--where": where, "--drop-failing": drop_failing}
-    kind_flags: dict[str, object] = {"--sft": sft, "--pairs": pairs}
-    kind = _kind(kind_flags)
-    if pairs and not is_own_data(target):
-        _refuse_flags({"--pairs": pairs}, f"{target}, which has no rejected replies")
-    if kind != "prompts":
-        no_reward = {
-            name: file_flags[name]
-            for name in ("--reward", "--few-shot", "--answer-template", "--best-reward")
-        }
-        _refuse_flags(
-            no_reward | reward_flags | {"--model": model}, f"--{kind}, which needs no reward and no lengths"
-        )
+    flags = FlagGroups(
+        module={
+            "--source": source,
+            "--synthetic": synthetic,
+            "--first-source": first_source,
+            "--difficulty": difficulty,
+        },
+        file=own_flags.by_name(),
+        reward={"--no-answer": no_answer, "--set": tuple(settings)},
+        row={"--where": where, "--drop-failing": drop_failing},
+        kind={"--sft": sft, "--pairs": pairs},
+    )
+    kind = _kind(flags.kind)
+    _check_flags(target, kind, flags, model)
     if target.startswith(REASONING_GYM):
-        _refuse_flags(module_flags | file_flags | reward_flags | row_flags, "a reasoning-gym task")
         examples = _reasoning_gym_task(target, limit, seed)
     elif is_verifiers(target):
-        refused = module_flags | file_flags | reward_flags | row_flags | kind_flags
-        _refuse_flags(refused, "an environment of verifiers")
         examples = _verifiers_tasks(target, limit, seed)
     elif is_own_data(target):
-        _refuse_flags(module_flags, "your own data")
         examples = own_data_examples(target, own_flags, chosen, where, drop_failing, limit, seed, kind)
     else:
-        _refuse_flags(file_flags, "a data_prep file, which defines its columns and reward")
         examples = _dataset_module(
             target, source, synthetic, first_source, difficulty, where, chosen, limit, seed
         )
     examples = dataclasses.replace(examples, kind=kind)
-    flags = module_flags | file_flags | reward_flags | row_flags | kind_flags
-    flags |= {"--limit": limit, "--seed": seed}
     folder = out if out is not None else Path("data") / examples.dataset
     drop_failing = drop_failing or examples.drop_failing
-    made_by = _command_line(target, flags)
+    made_by = _command_line(target, flags.all | {"--limit": limit, "--seed": seed})
     if not replace:
         ask_before_replacing(folder, made_by)
     written = _check_and_write(examples, folder, drop_failing, limit, seed, made_by, model)
-    if as_json:
-        show(_facts(folder, *written))
-    else:
-        examples = written[1]
-        show(preview(prepared_row(examples, examples.splits["train"][0]), added=examples.system))
-        show(_summary(folder, *written))
+    show(_facts(folder, *written) if as_json else _summary(folder, *written))
     return folder
+
+
+def _check_flags(target: str, kind: Kind, flags: FlagGroups, model: str | None) -> None:
+    """Raise ConfigError for a flag that this target or kind of rows does not take."""
+    if flags.kind["--pairs"] and not is_own_data(target):
+        _refuse_flags({"--pairs": True}, f"{target}, which has no rejected replies")
+    if kind != "prompts":
+        names = ("--reward", "--few-shot", "--answer-template", "--best-reward")
+        no_reward = {name: flags.file[name] for name in names} | flags.reward | {"--model": model}
+        _refuse_flags(no_reward, f"--{kind}, which needs no reward and no lengths")
+    if target.startswith(REASONING_GYM):
+        refused = flags.module | flags.file | flags.reward | flags.row
+        _refuse_flags(refused, "a reasoning-gym task")
+    elif is_verifiers(target):
+        _refuse_flags(flags.all, "an environment of verifiers")
+    elif is_own_data(target):
+        _refuse_flags(flags.module, "your own data")
+    else:
+        _refuse_flags(flags.file, "a data_prep file, which defines its columns and reward")
 
 
 def _check_and_write(
@@ -393,6 +414,12 @@ def _facts(folder: Path, prompts: dict[str, list[Prompt]], examples: ExampleSet)
 
 
 def _summary(folder: Path, prompts: dict[str, list[Prompt]], examples: ExampleSet) -> str:
+    """The first row as the model sees it, and what was written."""
+    first = preview(prepared_row(examples, examples.splits["train"][0]), added=examples.system)
+    return f"{first}\n{_verdict(folder, prompts, examples)}"
+
+
+def _verdict(folder: Path, prompts: dict[str, list[Prompt]], examples: ExampleSet) -> str:
     counts = ", ".join(f"{len(prompts[split])} {split}" for split in SPLITS)
     if is_verifiers(examples.reward):
         return f"wrote {folder}: {counts}; train on it with --env {shlex.quote(examples.reward)}"

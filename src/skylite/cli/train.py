@@ -32,59 +32,67 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+Recipe = Annotated[
+    str | None,
+    typer.Option(
+        help="TOML or YAML file, or the name of a bundled recipe.",
+        show_default="the bundled one for this machine",
+        rich_help_panel=WHAT,
+    ),
+]
+MaxHours = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="Stop before the step that would exceed these hours.",
+        show_default="no limit",
+        rich_help_panel=LENGTH,
+    ),
+]
+NewRun = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of the new run.",
+        show_default="runs/RECIPE-DATE; runs/DATA-DATE with --data and no recipe",
+        rich_help_panel=RUN,
+    ),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(
+        help="Resume this run from its newest valid checkpoint.",
+        show_default="start a new run",
+        rich_help_panel=RUN,
+    ),
+]
+At = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="With --resume: use the checkpoint of this step; 0 starts the run again.",
+        show_default="the newest",
+        rich_help_panel=RUN,
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Check everything, print the resolved settings, start nothing.",
+        rich_help_panel=SAFETY,
+    ),
+]
+
+
 @takes_settings("all", of="recipe")
 def train(
     provenance: Provenance,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            help="TOML or YAML file, or the name of a bundled recipe.",
-            show_default="the bundled one for this machine",
-            rich_help_panel=WHAT,
-        ),
-    ] = None,
-    max_hours: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="Stop before the step that would exceed these hours.",
-            show_default="no limit",
-            rich_help_panel=LENGTH,
-        ),
-    ] = None,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of the new run.",
-            show_default="runs/RECIPE-DATE; runs/DATA-DATE with --data and no recipe",
-            rich_help_panel=RUN,
-        ),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            help="Resume this run from its newest valid checkpoint.",
-            show_default="start a new run",
-            rich_help_panel=RUN,
-        ),
-    ] = None,
-    at: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="With --resume: use the checkpoint of this step; 0 starts the run again.",
-            show_default="the newest",
-            rich_help_panel=RUN,
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            help="Check everything, print the resolved settings, start nothing.",
-            rich_help_panel=SAFETY,
-        ),
-    ] = False,
+    recipe: Recipe = None,
+    max_hours: MaxHours = None,
+    run: NewRun = None,
+    resume: Resume = None,
+    at: At = None,
+    dry_run: DryRun = False,
     verbose: Verbose = None,
 ) -> None:
     """Train, or resume a run. Raises SkyliteError subclasses.

@@ -51,7 +51,7 @@ async def start_problems(
             limit = scored.config.rollout.max_prompt_tokens
             logger.info(f"{d.name}: {len(prompts.dropped)} prompts over {limit} tokens are left out")
         key = f"{scored.rewards} {scored.config.reward!r}"
-        if key not in sources:  # data sets that are scored alike share the processes
+        if key not in sources:  # data sets with the same scorer share its processes
             sources[key] = await stack.enter_async_context(
                 source.running(scored, tokenizer, model_path, logs, supervisor)
             )

@@ -20,6 +20,7 @@ from skylite.adapters.target_modules import check_target_names
 from skylite.config.provenance import NOTHING_TYPED, Provenance
 from skylite.config.train import Resolved, RunConfig, TrainConfig
 from skylite.data.chat_tokenizer import load_tokenizer, read_template, template_notes
+from skylite.data.prompts import PromptFileInfo
 from skylite.engine.connections import open_files
 from skylite.engine.interface import Launcher
 from skylite.engine.launchers import load_launcher
@@ -38,7 +39,7 @@ from skylite.rollout.automatic_settings import device_defaults, epochs_to_steps
 from skylite.rollout.data_filter import without_foreign_filter
 from skylite.rollout.plan_messages import data_note, held_out_note, settings_notes
 from skylite.rollout.prompt_check import clock_note
-from skylite.rollout.sources import ScoredData, source_for
+from skylite.rollout.sources import ScoredData, Source, source_for
 from skylite.rollout.trusted_programs import allow_algorithm, allow_launcher
 from skylite.run.files import sha256_file, write_json
 from skylite.run.own_folders import mark_sync_folder, refuse_live
@@ -96,19 +97,9 @@ def plan_run(
     train, info = source.read(config, "train")
     held_out = held_out_prompts(config)
     template = replace(read_template(config.data), now=datetime.now().replace(microsecond=0))
-    scored = source.allow(
-        config,
-        info,
-        data=Path(config.data.path),
-        provenance=provenance,
-        keep=config.reward.model_fields_set,
-    )
-    reward_notes = [*scored.notes, *source.check_rewards(scored, info, train)]
-    config = scored.config
-    programs = scored.programs | allow_algorithm(config.algorithm, provenance)
-    programs |= allow_launcher(config, provenance)
-    launcher = load_launcher(config, programs)
-    config, device_notes = device_defaults(config, choose_device())
+    scored = plan_rewards(source, config, info, train, provenance)
+    launcher = load_launcher(scored.config, scored.programs)
+    config, device_notes = device_defaults(scored.config, choose_device())
     model = choose_model(config, launcher)
     config, adapter_notes = adopt_adapter(config, _chosen(config, provenance), model.path)
     with contextlib.closing(load_tokenizer(model.path, template)) as tokenizer:
@@ -121,13 +112,13 @@ def plan_run(
         *template_notes(config.data),
         template_note,
         *prompts.notes,
-        *reward_notes,
+        *scored.notes,
         *adapter_notes,
         *(length_note, *device_notes),
     )
     resolved = resolve_choices(config, run, model, launcher, notes).model_copy(
         update={
-            "programs": programs,
+            "programs": scored.programs,
             "chat_template": template.text,
             "template_time": template.now,
             "dropped_prompts": prompts.dropped,
@@ -143,6 +134,30 @@ def plan_run(
         rewards=scored.rewards,
         first_step=1,
     )
+
+
+def plan_rewards(
+    source: Source,
+    config: TrainConfig,
+    info: PromptFileInfo,
+    train: Sequence[Prompt],
+    provenance: Provenance,
+) -> ScoredData:
+    """What scores the data, after a call of each reward, with all programs that the user allows.
+
+    Raises SkyliteError subclasses.
+    """
+    scored = source.allow(
+        config,
+        info,
+        data=Path(config.data.path),
+        provenance=provenance,
+        keep=config.reward.model_fields_set,
+    )
+    notes = [*scored.notes, *source.check_rewards(scored, info, train)]
+    programs = scored.programs | allow_algorithm(scored.config.algorithm, provenance)
+    programs |= allow_launcher(scored.config, provenance)
+    return replace(scored, programs=programs, notes=notes)
 
 
 def _chosen(config: TrainConfig, provenance: Provenance) -> set[str]:

@@ -101,11 +101,15 @@ class Source(Protocol):
         """The source, whose processes end with the block. The caller closes `tokenizer` afterwards."""
 
 
-class SingleTurnSource:
-    """One completion a trajectory, scored by reward functions."""
+class SampledSource:
+    """Prompts that the model answers."""
 
     def read(self, config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
         return read_prompts(split_path(config, split), difficulty=tuple(config.data.difficulty))
+
+
+class SingleTurnSource(SampledSource):
+    """One completion a trajectory, scored by reward functions."""
 
     def allow(
         self,
@@ -156,11 +160,8 @@ class SingleTurnSource:
             pool.close()
 
 
-class EpisodesSource:
+class EpisodesSource(SampledSource):
     """Programs that talk to the model in turns and give the reward themselves."""
-
-    def read(self, config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
-        return read_prompts(split_path(config, split), difficulty=tuple(config.data.difficulty))
 
     def allow(
         self,
