@@ -93,7 +93,7 @@ def settings(page: Path) -> Iterator[str]:
         if not match or match[1] not in sections or match[2] in ("py", "json", "jsonl", "log", "parquet"):
             continue
         if match[2] not in sections[match[1]]:
-            yield f"there is no setting {span}"
+            yield f"there is not a setting {span}"
 
 
 def commands(page: Path) -> Iterator[str]:

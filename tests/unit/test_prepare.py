@@ -277,8 +277,8 @@ def test_a_task_takes_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "said"),
     [
         ("max_trems=2", "has no setting max_trems"),
-        ("max_terms", "'max_terms' is no setting"),
-        ("seed=3", "'seed=3' is no setting"),
+        ("max_terms", "'max_terms' is not a setting"),
+        ("seed=3", "'seed=3' is not a setting"),
         ("max_terms=2 max_terms=3", "gives max_terms twice"),
         ("min_terms=5 max_terms=2", "does not work with"),
         ("max_terms=many", "does not work with"),

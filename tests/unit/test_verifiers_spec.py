@@ -37,11 +37,11 @@ def test_settings_are_paths_with_json_or_text() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("verifiers:", "names no environment: '' is no package name"),
-        ("verifiers:a;b", "names no environment: 'a;b' is no package name"),
+        ("verifiers:", "names no environment: '' is not a package name"),
+        ("verifiers:a;b", "names no environment: 'a;b' is not a package name"),
         ("verifiers:'a", "cannot be read as words: No closing quotation"),
-        ("verifiers:a game", "'game' is no setting"),
-        ("verifiers:a taskset.id=b", "'taskset.id=b' is no setting"),
+        ("verifiers:a game", "'game' is not a setting"),
+        ("verifiers:a taskset.id=b", "'taskset.id=b' is not a setting"),
         ("verifiers:a x=1 x=2", "gives x twice"),
         ("verifiers:a x=1 x.y=2", "gives x a value and then parts"),
     ],

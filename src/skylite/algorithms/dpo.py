@@ -28,7 +28,7 @@ class DirectPreferenceOptimization(Algorithm):
         return "group"
 
     def weight(self, length: int, size: BatchSize) -> float:
-        return 2 / max(1, size.num_trajectories)  # one by the number of pairs
+        return 2 / max(1, size.num_trajectories)  # 1 / number of pairs
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean over pairs of -log sigmoid(beta * (log ratio of chosen - log ratio of rejected)) (eq. 7)."""

@@ -21,6 +21,7 @@ from skylite.data.key_value_spec import REASONING_GYM
 from skylite.data.prompts import SPLITS, Kind, PromptFileInfo, replace_folder
 from skylite.data.user_tables import is_own_data
 from skylite.errors import ConfigError, DataError, RunFailed
+from skylite.notes import log_notes, notes_of
 from skylite.progress_reporting import long_work
 from skylite.rewards import load_reward
 from skylite.rewards.built_in import BUILT_IN, without_extraction
@@ -33,7 +34,6 @@ from skylite.user_functions import is_verifiers
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-WARNING = "warning: "
 ALGORITHMS = {"sft": "sft", "pairs": "dpo"}
 """Kind of data -> the algorithm that trains on it."""
 CHECK_CHUNK = 64
@@ -385,9 +385,9 @@ def _check_and_write(
     model: str | None,
 ) -> tuple[dict[str, list[Prompt]], ExampleSet]:
     """The prompts by split, and the examples with all notes."""
-    log_notes(examples.notes)
+    log_notes(notes_of(*examples.notes))
     prompts, dropped = _check(examples, drop_failing=drop_failing)
-    log_notes(dropped)
+    log_notes(notes_of(*dropped))
     if examples.kind == "prompts" and not is_verifiers(examples.reward):
         log_notes([length_note([prompt for split in SPLITS for prompt in prompts[split]], model)])
     ids = {split: {prompt.id for prompt in part} for split, part in prompts.items()}
@@ -408,7 +408,7 @@ def _facts(folder: Path, prompts: dict[str, list[Prompt]], examples: ExampleSet)
         "dataset": examples.dataset,
         "reward": examples.reward,
         "rows": {split: len(prompts[split]) for split in SPLITS},
-        "notes": list(examples.notes),
+        "notes": [*map(str, examples.notes)],
     }
     return json.dumps(facts, ensure_ascii=False, indent=1)
 
@@ -553,7 +553,7 @@ def _footers(
             few_shot=examples.few_shot,
             limit=limit if split == "train" else None,
             made_by=made_by,
-            notes="; ".join(examples.notes),
+            notes="; ".join(map(str, examples.notes)),
             has_answers=examples.has_answers,
             reward_settings=examples.parameters.model_dump(exclude_unset=True),
             answer_template=examples.form.template if examples.form is not None else "",
@@ -563,15 +563,6 @@ def _footers(
         for split in SPLITS
         for table in [examples.tables[split]]
     }
-
-
-def log_notes(notes: Sequence[str]) -> None:
-    """Log the choices that prepare made. A note that begins with "warning: " is logged as a warning."""
-    for note in notes:
-        if note.startswith(WARNING):
-            logger.warning(note.removeprefix(WARNING))
-        else:
-            logger.info(note)
 
 
 def _kind(flags: dict[str, object]) -> Kind:

@@ -12,6 +12,7 @@ from skylite.data.prompts import Kind
 from skylite.data.user_examples import ColumnFlags, missing_flags
 from skylite.data.user_tables import OwnSource, read_own_tables
 from skylite.errors import ConfigError, RunFailed
+from skylite.notes import Note, warning
 from skylite.rewards import load_reward
 from skylite.rewards.built_in import BUILT_IN, needs_answer
 from skylite.rewards.call_rewards import ANSWER_NAMES, Item, RewardFunction, finite_scores
@@ -167,7 +168,7 @@ class FormFinder:
     reward: RewardFunction
     flags: OwnFlags
 
-    def __call__(self, prompts: Sequence[Prompt]) -> tuple[RightForm, list[str]]:
+    def __call__(self, prompts: Sequence[Prompt]) -> tuple[RightForm, list[Note | str]]:
         """The form and notes for the user. Raises ConfigError if the reward gives no form anything."""
         rows = probe_rows(prompts)
         given, best = self.flags.answer_template, self.flags.best_reward
@@ -182,8 +183,10 @@ class FormFinder:
             raise _no_form(self.spec, rows[0].answer, given)
         if not form.beats_wrong:
             return form, [
-                f"warning: the reward {self.spec} gives a right answer ({first}) no more than a wrong one. "
-                "If it compares with the answer, give the form that it wants: --answer-template TEXT"
+                warning(
+                    f"the reward {self.spec} gives a right answer ({first}) no more than a wrong one. If it "
+                    "compares with the answer, give the form that it wants: --answer-template TEXT"
+                )
             ]
         shown = fill(form.template, rows[0].answer)[-120:]
         is_plain = form.template == ANSWER and form.best == 1.0

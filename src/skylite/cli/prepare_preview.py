@@ -12,6 +12,7 @@ from skylite.data.chat_tokenizer import load_tokenizer, read_template, too_long
 from skylite.data.prompts import Chat, Pair, PreparedRow, read_info
 from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import resolve_model
+from skylite.notes import Note, warning
 from skylite.types import Message, Prompt
 from skylite.ui.logs import show
 
@@ -47,23 +48,25 @@ def _short(text: str) -> str:
     return lines.replace("\n", "\n    ")
 
 
-def length_note(prompts: Sequence[Prompt], model: str | None) -> str:
+def length_note(prompts: Sequence[Prompt], model: str | None) -> Note:
     """How long the prompts are, in tokens of `model` if one is given. Raises ModelError."""
     longest = max(prompts, key=_characters)
     if model is None:
         count = _characters(longest)
-        return f"the longest prompt, {longest.id}, has {count:,} characters; --model NAME counts its tokens"
+        return Note(
+            f"the longest prompt, {longest.id}, has {count:,} characters; --model NAME counts its tokens"
+        )
     template, limit = read_template(DataConfig()), RolloutConfig().max_prompt_tokens
     with contextlib.closing(load_tokenizer(resolve_model(model).path, template)) as tokenizer:
         counts = too_long(tokenizer, prompts, limit)
         if not counts:
             tokens = len(tokenizer.encode_chats([longest.messages])[0])
-            return (
+            return Note(
                 f"no prompt is over {limit} tokens of {model}; {longest.id}, the longest text, has {tokens}"
             )
     name = max(counts, key=lambda prompt: counts[prompt])
-    return (
-        f"warning: {len(counts)} of {len(prompts)} prompts have more than {limit} tokens of {model}, a run's "
+    return warning(
+        f"{len(counts)} of {len(prompts)} prompts have more than {limit} tokens of {model}, a run's "
         f"default limit; the longest, {name}, has {counts[name]}. `train` needs --set "
         f"rollout.max_prompt_tokens={counts[name]}, or leaves them out with --set "
         "data.filter_overlong_prompts=true"

@@ -322,7 +322,7 @@ class Keys:
 
 @contextmanager
 def terminal_keys() -> Iterator[Keys | None]:
-    """The keys of stdin; None if it is no terminal. Restores the terminal at the end."""
+    """The keys of stdin; None if it is not a terminal. Restores the terminal at the end."""
     if not sys.stdin.isatty():
         yield None
         return

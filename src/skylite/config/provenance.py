@@ -30,7 +30,7 @@ class Provenance:
     typed: Mapping[str, Typed] = field(default_factory=dict)
     """Dotted setting -> what the user typed."""
     file: Path | None = None
-    """The recipe, or the run, that gives other settings. None: there is none, so all are the user's word."""
+    """The recipe, or the run, that gives other settings. None: the user chose all."""
 
     def is_typed(self, setting: str) -> bool:
         """Whether the user typed this setting, such as lora.rank."""

@@ -38,7 +38,7 @@ CLOSING = ("<|end|>",)
 """Tokens that close a turn in the history only. GPT-OSS samples <|return|> in their place."""
 Job = dict[str, Any]
 SPELLED = "\ufdd0"
-"""No character of Unicode. Where a model samples it, U+FFFD replaces it, as other bytes that are no text."""
+"""Not a character of Unicode. U+FFFD replaces it, as it does other bytes that are not text."""
 
 
 def make_encoder(

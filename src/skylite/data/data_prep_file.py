@@ -29,6 +29,7 @@ from skylite.data.prompts import SPLITS
 from skylite.data.raw_rows import Row, Table
 from skylite.data.user_tables import filter_rows
 from skylite.errors import ConfigError, DataError, SkyliteError
+from skylite.notes import Note
 from skylite.types import Message, Prompt
 from skylite.user_functions import UserCodeFailed, import_file, user_code
 
@@ -252,7 +253,7 @@ def _load_splits(module: DatasetModule, source: Path | None) -> Tables:
 
 
 def _to_examples(
-    module: DatasetModule, tables: Tables, limit: int | None, seed: int, notes: list[str]
+    module: DatasetModule, tables: Tables, limit: int | None, seed: int, notes: Sequence[Note | str]
 ) -> ExampleSet:
     is_synthetic = tables["train"].kind == "synthetic"
     dataset = f"{module.name}-synthetic" if is_synthetic else module.name

@@ -11,6 +11,7 @@ from skylite.config.rollout import RewardParameters
 from skylite.data.prompts import Chat, Kind, Pair, PreparedRow
 from skylite.data.raw_rows import Table
 from skylite.errors import DataError, RunFailed
+from skylite.notes import Note
 from skylite.rewards.built_in import DEFAULTS
 from skylite.rewards.call_rewards import RewardFunction, check_columns, finite_scores
 from skylite.rewards.right_completion import RightForm
@@ -48,7 +49,7 @@ class ExampleSet:
     splits: dict[str, list[Example]]
     tables: dict[str, Table]
     """The raw rows of each split."""
-    notes: list[str]
+    notes: Sequence[Note | str]
     """Choices to log and to record in the parquet footers, such as the source."""
     parameters: RewardParameters = DEFAULTS
     """Settings of a built-in reward."""

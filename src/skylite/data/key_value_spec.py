@@ -36,7 +36,7 @@ def read_settings(
         key, equals, text = word.partition("=")
         *path, last = key.split(".")
         if not equals or not all(part.isidentifier() for part in (*path, last)) or key in reserved:
-            raise ConfigError(f"{spec}: {word!r} is no setting.", f"Use KEY=VALUE. {example}")
+            raise ConfigError(f"{spec}: {word!r} is not a setting.", f"Use KEY=VALUE. {example}")
         target = settings
         for part in path:
             target = target.setdefault(part, {})

@@ -19,6 +19,7 @@ from skylite.data.prompts import SPLITS, Kind, Split
 from skylite.data.raw_rows import READABLE, Row, Table, is_whole_float, read_table
 from skylite.data.user_tables import OwnSource, filter_rows, read_own_tables
 from skylite.errors import ConfigError, DataError
+from skylite.notes import Note, warning
 from skylite.rewards.built_in import DEFAULTS, default_system, reference_answer, reference_completion
 from skylite.rewards.right_completion import PROBES, RightForm, fill, is_made_up
 from skylite.types import Message, Prompt
@@ -151,7 +152,7 @@ class OwnData:
     kind: Kind = "prompts"
     parameters: RewardParameters = DEFAULTS
     """Settings of a built-in reward."""
-    find_form: Callable[[Sequence[Prompt]], tuple[RightForm, list[str]]] | None = None
+    find_form: Callable[[Sequence[Prompt]], tuple[RightForm, list[Note | str]]] | None = None
     """Of training prompts: how the user's own function wants a right answer, and notes. None: built in, or
     no answers."""
     empty_answers: Sequence[str] = ()
@@ -171,7 +172,7 @@ def user_file_examples(data: OwnData) -> ExampleSet:
     """Read the rows, split them by the seed and make prompts. Raises DataError and ConfigError."""
     read = read_own_tables(data.source)
     tables = {split: filter_rows(table, data.where) for split, table in read.splits.items()}
-    notes = [*read.notes, *(f"--where {condition}" for condition in data.where)]
+    notes: list[Note | str] = [*read.notes, *(f"--where {condition}" for condition in data.where)]
     choose = {"prompts": choose_columns, "sft": choose_sft_columns, "pairs": choose_pair_columns}[data.kind]
     columns, columns_note = choose(data.columns, tables["train"].rows[0])
     maker = PromptMaker(
@@ -228,7 +229,7 @@ def few_shot_rows(data: OwnData, train: Table) -> tuple[Sequence[Row], Table]:
     return train.rows[:count], replace(train, rows=train.rows[count:])
 
 
-def kept_columns(tables: dict[Split, Table], columns: Columns, notes: list[str]) -> set[str]:
+def kept_columns(tables: dict[Split, Table], columns: Columns, notes: list[Note | str]) -> set[str]:
     """The other columns, which the reward gets. Adds a note on those that JSON cannot hold."""
     used = {str(columns.question)} | ({"answer"} if columns.answer == "answer" else set())
     refused: dict[str, str] = {}
@@ -252,7 +253,7 @@ def _is_json(value: Any) -> bool:
 
 
 def hold_out_missing(
-    tables: dict[Split, Table], key: Callable[[Row], str], seed: int, notes: list[str]
+    tables: dict[Split, Table], key: Callable[[Row], str], seed: int, notes: list[Note | str]
 ) -> dict[Split, Table]:
     """All three splits. Those without rows get about 5 % of the distinct training questions, at least one.
 
@@ -282,7 +283,7 @@ def hold_out_missing(
     for split in set(tables) - {"train"}:
         shared = sum(split_of.get(key(row)) == "train" for row in tables[split].rows)
         if shared:
-            notes.append(f"warning: {shared} questions of {split} are in train too")
+            notes.append(warning(f"{shared} questions of {split} are in train too"))
     return full
 
 
@@ -317,7 +318,7 @@ class PromptMaker:
         name = self.data.source.name
         return [self._example(row, f"{name}/{split}/{self._id(row)}") for row in table.rows]
 
-    def readable(self, table: Table, notes: list[str]) -> Table:
+    def readable(self, table: Table, notes: list[Note | str]) -> Table:
         """The rows that have a question and an answer, with a note on the others."""
         rows, refused = [], []
         for row in table.rows:
@@ -366,7 +367,7 @@ class PromptMaker:
             )
         return [*asked.turns, {"role": "assistant", "content": reply}]
 
-    def notes(self, tables: dict[Split, Table]) -> list[str]:
+    def notes(self, tables: dict[Split, Table]) -> list[Note | str]:
         """What the rows' own system messages and last turns became."""
         rows = [row for table in tables.values() for row in table.rows]
         asked = [self._read(row)[0] for row in rows]
@@ -374,7 +375,7 @@ class PromptMaker:
         replies = sum(bool(question.reply) for question in asked) if self.columns.answer else 0
         if self.data.kind == "pairs":
             replies = 0
-        notes = []
+        notes: list[Note | str] = []
         if own and self.data.system is not None:
             notes.append(f"--system replaces the system message of {own} chats")
         elif own and self.default_system:
@@ -389,17 +390,20 @@ class PromptMaker:
                 f"the last turn of {replies} chats is left out; {self.columns.answer!r} has the answers"
             )
         if empty := set(self.data.empty_answers) - self.kept:
+            names = " and ".join(sorted(empty))
             notes.append(
-                f"warning: the reward {self.data.reward} asks for {' and '.join(sorted(empty))}; "
-                "with --no-answer it gets an empty text"
+                warning(
+                    f"the reward {self.data.reward} asks for {names}; with --no-answer it gets an empty text"
+                )
             )
         if self.few_shot:
             notes.append(f"{len(self.few_shot) // 2} worked examples (--few-shot {self.data.few_shot})")
         return notes
 
-    def _answer_notes(self, tables: dict[Split, Table]) -> list[str]:
+    def _answer_notes(self, tables: dict[Split, Table]) -> list[Note | str]:
         """What may surprise in the answers, and in columns that do not reach the prompt."""
-        rows, notes = [row for table in tables.values() for row in table.rows], []
+        rows = [row for table in tables.values() for row in table.rows]
+        notes: list[Note | str] = []
         column = self.columns.answer
         if column and (whole := sum(is_whole_float(row.value(column)) for row in rows)):
             notes.append(f"{whole} answers are whole numbers stored as 51.0; they are read as 51")
@@ -409,12 +413,14 @@ class PromptMaker:
                 asked = self._read(row)[0]
                 answers.setdefault(_key_of(asked), set()).add(self._answer(row, asked))
             if several := sum(len(found) > 1 for found in answers.values()):
-                notes.append(f"warning: {several} questions occur with different answers")
+                notes.append(warning(f"{several} questions occur with different answers"))
         if any(row.values.get("tools") for row in rows):
             use = "reaches the reward only" if self.data.kind == "prompts" else "is left out"
             notes.append(
-                f"warning: the column 'tools' {use}; no prompt shows it. For tools that the "
-                "model can call use an environment (docs/how-to/environments.md)"
+                warning(
+                    f"the column 'tools' {use}; no prompt shows it. For tools that the model can call use an "
+                    "environment (docs/how-to/environments.md)"
+                )
             )
         return notes
 

@@ -53,7 +53,7 @@ def parse_verifiers(spec: str) -> VerifiersSpec:
     """The parts of the text. Raises ConfigError."""
     name, words = split_spec(spec, VERIFIERS, _EXAMPLE)
     if not re.fullmatch(r"[\w./@-]+", name, re.ASCII):
-        raise ConfigError(f"{spec} names no environment: {name!r} is no package name.", _EXAMPLE)
+        raise ConfigError(f"{spec} names no environment: {name!r} is not a package name.", _EXAMPLE)
     settings = read_settings(spec, words, _EXAMPLE, reserved=["taskset.id"])
     return VerifiersSpec(name, settings)
 
@@ -82,7 +82,7 @@ def open_config(spec: str) -> Any:
     parsed = parse_verifiers(spec)
     taskset = parsed.settings.get("taskset", {})
     if not isinstance(taskset, dict):
-        raise ConfigError(f"{spec}: taskset={json.dumps(taskset)} is no setting.", _EXAMPLE)
+        raise ConfigError(f"{spec}: taskset={json.dumps(taskset)} is not a setting.", _EXAMPLE)
     try:
         with user_code(keep=ValidationError):
             vf = import_module("verifiers.v1")

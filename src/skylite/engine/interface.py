@@ -25,14 +25,14 @@ BASE_NAME = "base"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling parameters. All are sent explicitly, because a server fills in unset ones."""
+    """Sampling parameters. Each is sent, because a server fills in those that are not."""
 
     temperature: float
     """0 is greedy."""
     top_p: float
-    """Call from the most likely tokens with this total probability; 1: all."""
+    """Sample from the most likely tokens with this total probability; 1: all."""
     top_k: int
-    """Call from this many most likely tokens; 0: all."""
+    """Sample from this many most likely tokens; 0: all."""
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     """The model's end-of-turn tokens."""

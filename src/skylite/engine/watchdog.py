@@ -220,7 +220,7 @@ async def wait_for_hang(engine: RetryingEngine, stall_timeout_s: float) -> Engin
 
     It fails if it reports so, or if it does not answer or makes no progress for `stall_timeout_s` while
     requests are in flight. Whether it serves is not enough: a server may answer while its engine hangs. The
-    progress covers all requests, so a request that waits in the queue is no hang. Streaming would detect
+    progress covers all requests, so a request that waits in the queue is not a hang. Streaming would detect
     hangs too, but costs time for every token.
     """
     clock = asyncio.get_running_loop().time

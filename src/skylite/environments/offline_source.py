@@ -108,10 +108,10 @@ def _replies_of(chat: Sequence[Message]) -> list[int]:
     return [index for index, message in enumerate(chat) if message["role"] == "assistant"]
 
 
-def _replies(prompt: Prompt, job: Job, found: Any) -> list[LearnedReply]:
-    calls: Any = found.get("calls") if isinstance(found, dict) else None
+def _replies(prompt: Prompt, job: Job, result: Any) -> list[LearnedReply]:
+    calls: Any = result.get("calls") if isinstance(result, dict) else None
     if not _are_calls(calls):
-        error = found.get("error") if isinstance(found, dict) else "it gave no tokens"
+        error = result.get("error") if isinstance(result, dict) else "it gave no tokens"
         reason = plain(str(error)).removeprefix("ValueError: ")
         raise DataError(
             f"The chat template cannot show the replies of row {prompt.id} exactly: {reason}.",

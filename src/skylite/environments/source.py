@@ -1,7 +1,8 @@
 """What a rollout source is: it turns prompts into groups.
 
 SingleTurn (single_turn.py) asks the engine once for all completions of a prompt. Episodes
-(episodes_source.py) lets programs talk to the engine. rollout/sources.py chooses and starts one.
+(episodes_source.py) lets programs talk to the engine. Offline (offline_source.py) takes prepared replies.
+rollout/sources.py chooses and starts one.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class RolloutSource(Protocol):
 def request_seed(seed: int, step: int, index: int) -> int:
     """The seed of a request: a hash of run seed, step and prompt index.
 
-    Sample i uses seed + i, so the seeds of two requests must be far apart.
+    Call i uses seed + i, so the seeds of two requests must be far apart.
     """
     digest = hashlib.sha256(f"{seed}/{step}/{index}".encode()).digest()
     return int.from_bytes(digest[:6], "big")

@@ -368,7 +368,7 @@ def copies(tokens: int, config: TrainConfig, completion: float, shared: int = 0)
 def most_tokens(config: TrainConfig, trainer: TrainerMemory, limit: int) -> int:
     """Tokens of the largest micro-batch that fits into `limit` bytes at all lengths of completions.
 
-    Two digits, downwards: a prediction is no better. 0 if the longest trajectory does not fit.
+    Rounded down to two digits: a prediction is not more exact. 0 if the longest trajectory does not fit.
     """
     longest = config.max_sequence_tokens
     fitting = bisect.bisect_right(
