@@ -54,8 +54,9 @@ def allow_programs(run: RunDir, provenance: Provenance) -> dict[str, str]:
     """
     recorded = read_run_config(run.config_path).config
     if change_config(recorded, provenance) != change_config(recorded, NOTHING_TYPED):
+        typed = " ".join(f"--set {name}={word.value}" for name, word in provenance.typed.items())
         raise ConfigError(
-            f"skylite replay uses the run's own settings, and this changes {', '.join(provenance.typed)}.",
+            f"skylite replay uses the run's own settings, and {typed} would change them.",
             "Leave it out; here --set only names a program that the run uses.",
         )
     return allow_algorithm(recorded.algorithm, replace(provenance, file=run.config_path))
