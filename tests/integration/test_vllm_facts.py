@@ -67,7 +67,7 @@ READ = {
     "max_cpu_loras": 3,
     "lora_target_modules": ["q_proj", "v_proj"],
 }
-ENGINE = READ | {"uds": "engine-0.sock", "logprobs_mode": "processed_logprobs"}
+ENGINE = READ | {"uds": "run/engine.sock", "logprobs_mode": "processed_logprobs"}
 SERVER = READ | {
     "max_model_len": -1,
     "host": "::",
