@@ -34,10 +34,10 @@ MODULES = (
 )  # fmt: skip
 PROGRAMS = ("nvidia-smi", "torchrun", "vllm", "python", "git", "skylite", "gcc")
 JINJA = "{{ ''.__class__.__mro__[1].__subclasses__()[0].__init__.__globals__['os'].system('touch TRACE') }}"
-RUNS = ("programs", "links", "outputs", "sync", "files")
-"""What is hostile about each run: programs in its settings; links out of it in place of what it holds; links
-in place of what commands write below a finished run; a lora_sync_path that is not its own; pickles, the model
-and an adapter with code."""
+RUNS = ("programs", "launcher", "links", "outputs", "sync", "files")
+"""What is hostile about each run: programs in its settings; one that would start the engines; links out of it
+in place of what it holds; links in place of what commands write below a finished run; a lora_sync_path that
+is not its own; pickles, the model and an adapter with code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +200,10 @@ def _make_recipe(bundle: Bundle) -> None:
     )
     (bundle.folder / "recipes" / "gsm8k_cpu.toml").write_text(text)
     (bundle.folder / "evil.toml").write_text(text)
+    (bundle.folder / "launcher.toml").write_text(
+        '[data]\npath = "data-gym"\ndifficulty = []\n[reward]\nfunctions = ["format"]\n'
+        '[engine]\nlauncher = "reward.py:reward"\n'
+    )
 
 
 def _add_pickles(bundle: Bundle, folder: Path) -> None:
@@ -223,8 +227,8 @@ def _make_run(bundle: Bundle, kind: str) -> None:
     _add_pickles(bundle, run.checkpoint_path(1))
     (run.root / "metrics.jsonl").write_text('{"step": 1, "reward/mean\\u001b[2J": 1}\n')
     change = {
-        "programs": _name_programs, "links": _add_links, "outputs": _link_outputs, "sync": _name_sync_folder,
-        "files": _keep,
+        "programs": _name_programs, "launcher": _name_launcher, "links": _add_links,
+        "outputs": _link_outputs, "sync": _name_sync_folder, "files": _keep,
     }  # fmt: skip
     change[kind](bundle, run)
 
@@ -237,6 +241,12 @@ def _name_programs(bundle: Bundle, run: RunDir) -> None:
     spec = str(bundle.folder / "reward.py")
     tree["config"]["reward"]["functions"] = [f"{spec}:reward"]
     tree["config"]["algorithm"] |= {"advantage": f"{spec}:advantage", "policy_loss": f"{spec}:policy_loss"}
+    run.config_path.write_text(json.dumps(tree))
+
+
+def _name_launcher(bundle: Bundle, run: RunDir) -> None:
+    tree = json.loads(run.config_path.read_text())
+    tree["config"]["engine"]["launcher"] = f"{bundle.folder / 'reward.py'}:reward"
     run.config_path.write_text(json.dumps(tree))
 
 

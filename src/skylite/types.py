@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import TypedDict  # pydantic's dependency, and before Python 3.12 its wish
+from typing_extensions import TypedDict  # pydantic takes typing's own from Python 3.12 on
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]

@@ -81,6 +81,7 @@ def test_train_on_its_data_and_recipe(bundle: Bundle) -> None:
         refused(train("--recipe", "gsm8k_cpu", "--data", "data-gym", *more), "evaluates parts of data")
         refused(train("--recipe", "./evil.toml", *more), "not named on this machine yourself")
         refused(train("--recipe", "./recipes/gsm8k_cpu.toml", *more), "not named on this machine yourself")
+        refused(train("--recipe", "./launcher.toml", *more), "launcher.toml names the launcher")
 
 
 def test_train_with_its_model_and_a_reward_of_ones_own_ends_before_the_engines(
@@ -105,6 +106,7 @@ def test_train_with_its_model_and_a_reward_of_ones_own_ends_before_the_engines(
 def test_resume(bundle: Bundle, kind: str) -> None:
     words = {
         "programs": "not named on this machine",
+        "launcher": "names the launcher",
         "links": "is a link out of the run",
         "outputs": "is a link out of the run",
         "sync": "another run",
@@ -117,6 +119,12 @@ def test_resume(bundle: Bundle, kind: str) -> None:
 def test_eval_on_its_data(bundle: Bundle) -> None:
     refused(["eval", "--base", "--model", "model", "--data", "data"], "not named on this machine yourself")
     refused(["eval", "adapter", "--model", "model", "--data", "data-gym"], "evaluates parts of data")
+
+
+@pytest.mark.parametrize("words", [["serve", "--model", "model"], ["chat", "--model", "model"], ["eval"]])
+def test_a_launcher_that_only_its_run_names(bundle: Bundle, words: list[str]) -> None:
+    command, *more = words
+    refused([command, "run-launcher", *more], "policy-v000002 names the launcher" if more else "run-launcher")
 
 
 @pytest.mark.parametrize("kind", ["programs", "links", "sync"])

@@ -15,6 +15,7 @@ import pytest
 from skylite.api import load_run
 from skylite.cli.runs import facts_of
 from skylite.doctor.checks import check_runs
+from skylite.processes.reaper import COMMAND_PID
 from skylite.run.own_folders import LOCK_NAME, lock_folder
 from skylite.run.status import current_status
 from tests.made_up_runs import write_made_up_run
@@ -113,3 +114,16 @@ def test_a_run_without_its_process_is_dead_whatever_its_status_says(tmp_path: Pa
     assert load_run(run.root).status.phase == "dead"
     assert facts_of(run.root)["phase"] == "dead"
     assert check_runs(tmp_path)[0].level == "note"
+
+
+def test_a_rank_whose_torchrun_ended_while_it_started_ends_before_it_imports_anything_slow(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "pydantic.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), COMMAND_PID: str(os.getppid())}
+    rank = [sys.executable, "-m", "skylite.trainer.worker", str(tmp_path)]
+    assert subprocess.run(rank, env=env, timeout=60, check=False).returncode == 1
+    assert not (tmp_path / "imported").exists()
+    env[COMMAND_PID] = str(os.getpid())
+    assert subprocess.run(rank, env=env, capture_output=True, timeout=60, check=False).returncode == 1
+    assert (tmp_path / "imported").exists(), "so that this test can fail"

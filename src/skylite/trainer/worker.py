@@ -1,12 +1,17 @@
-"""One trainer rank, started by torchrun: `-m skylite.trainer.worker RUN_DIR [--resume]`.
-
-It sets the parent-death signal before it imports torch.
-"""
+"""One trainer rank, started by torchrun: `-m skylite.trainer.worker RUN_DIR [--resume]`."""
 
 from __future__ import annotations
 
-import argparse
 import os
+
+from skylite.processes.reaper import COMMAND_PID, die_with_parent
+
+if __name__ == "__main__":
+    # torchrun starts every rank in a new session, so a signal to torchrun's process group does not reach it.
+    # Before the other imports, which take seconds: a rank that missed torchrun's end would live on.
+    die_with_parent(int(os.environ.get(COMMAND_PID, os.getppid())))
+
+import argparse
 import sys
 import traceback
 from contextlib import suppress
@@ -16,15 +21,12 @@ from typing import NoReturn
 
 from skylite.config.loading import read_run_config
 from skylite.errors import OutOfMemory, SkyliteError, WriteFailed
-from skylite.processes.reaper import COMMAND_PID, die_with_parent
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
 
 
 def main() -> NoReturn:
     """Train until done, stopped or failed, and exit with 0 or 1."""
-    # torchrun starts every rank in a new session, so a signal to torchrun's process group does not reach it.
-    die_with_parent(int(os.environ.get(COMMAND_PID, os.getppid())))
     parser = argparse.ArgumentParser(prog="skylite.trainer.worker")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
