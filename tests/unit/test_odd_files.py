@@ -41,7 +41,6 @@ COMMANDS = (
     ["export", "RUN"],
     ["eval", "RUN"],
     ["log", "RUN", "--to", "tensorboard"],
-    ["doctor", "--runs", "RUNS"],
 )
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from skylite import doctor
 from skylite.config.train import TrainConfig
-from skylite.doctor import checks
 from skylite.errors import ConfigError
 from skylite.processes import own_network
 from skylite.processes.child import Child, ProcessSpec, kill, start
@@ -149,6 +149,6 @@ def test_a_server_with_several_gpus_is_never_isolated(monkeypatch: pytest.Monkey
 def test_doctor_shows_what_is_active(
     reason: str, people: list[int], level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "why_shared", lambda: reason)
-    monkeypatch.setattr(checks, "other_people", lambda: people)
-    assert checks.check_network().level == level
+    monkeypatch.setattr(doctor, "why_shared", lambda: reason)
+    monkeypatch.setattr(doctor, "other_people", lambda: people)
+    assert doctor.check_network().level == level

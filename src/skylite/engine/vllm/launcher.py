@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import sys
 from pathlib import Path
 
@@ -173,16 +172,6 @@ def _public_flags(spec: EngineSpec) -> list[str]:
     lora = json.dumps({"name": adapter.name, "path": str(adapter.path)})
     flags = ["--host", url.host, "--port", str(url.port or 80), "--lora-modules", lora]
     return [*flags, "--h11-max-incomplete-event-size", str(HEADER_BYTES), "--middleware", SERVE_MIDDLEWARE]
-
-
-def own_server_command(model: str, rank: int, host: str, port: int, tensor_parallel: int = 1) -> str:
-    """A line for the shell that starts a vLLM server for adapters that come at run time."""
-    command = ["vllm", "serve", model, "--host", host, "--port", str(port), "--enable-lora"]
-    command += ["--max-lora-rank", str(served_rank(rank)), "--max-loras", "2", "--max-cpu-loras", "3"]
-    command += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-    command += ["--no-trust-remote-code"]
-    command += ["--tensor-parallel-size", str(tensor_parallel)] if tensor_parallel > 1 else []
-    return f"{RUNTIME_LORA}=1 {shlex.join(command)}"
 
 
 def _cpu_notes(config: TrainConfig, dtype: str, cpu_lora: CpuLora) -> list[str]:

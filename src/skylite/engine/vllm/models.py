@@ -21,6 +21,7 @@ from typing import Any
 from skylite.adapters.target_modules import LM_HEADS, matches, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.errors import ModelError
+from skylite.optional_packages import install_command
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
@@ -91,10 +92,13 @@ def packed_layers(config: Mapping[str, Any]) -> list[list[str]]:
 
 
 def check_build(device: str) -> None:
-    """Raise ModelError if the installed vLLM is built for another device than this run's."""
+    """Raise ModelError without a vLLM, and if it is built for another device than this run's."""
     version = vllm_version()
     if version is None:
-        return
+        raise ModelError(
+            "No vLLM is installed, and skylite samples with it.",
+            f"Run `{install_command('gpu' if device == 'cuda' else 'cpu')}`.",
+        )
     build = "cpu" if _is_cpu_build() else "cuda"
     if build != device:
         raise ModelError(

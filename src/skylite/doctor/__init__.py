@@ -1,1 +1,0 @@
-"""Checks of this machine, one small function each."""
