@@ -17,8 +17,7 @@ from skylite.config.optim import OptimConfig
 from skylite.errors import DataError
 from skylite.loggers.follow import common_steps, numbers, open_journal
 from skylite.model.process_group import Dist
-from skylite.report.html import page_html
-from skylite.report.page_data import page_data
+from skylite.report.html import page_data, page_html
 from skylite.report.read_run import read_facts
 from skylite.rollout.resume import recover_metrics
 from skylite.run.checkpoint_folder import MANIFEST, verify_checkpoint, write_checkpoint_manifest

@@ -11,7 +11,7 @@ import pytest
 
 from skylite.evaluation.confidence_interval import mean_score, wilson
 from skylite.report.alarms import change_of, constant_reward, find_alarms, held_out_gain
-from skylite.report.page_data import read_completions
+from skylite.report.html import read_completions
 from skylite.report.read_run import HeldOut, read_facts
 from tests.made_up_runs import STEPS, write_made_up_run
 

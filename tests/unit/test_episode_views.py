@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from skylite.cli.main import app
 from skylite.report.completions import read_training
-from skylite.report.page_data import _completion
+from skylite.report.html import _completion
 from skylite.run.rollout_file import write_rollouts
 from skylite.types import Call, Group, Prompt, Trajectory
 from tests.made_up_runs import write_made_up_run

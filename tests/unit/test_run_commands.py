@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from skylite.cli.main import app
 from skylite.errors import ConfigError, SkyliteError
 from skylite.report.completions import Completion, Filter, _token_lists, repetition
-from skylite.report.page_data import share_out, spread, unique_names
+from skylite.report.html import share_out, spread, unique_names
 from skylite.run.run_dir import RunDir
 from tests.made_up_runs import write_made_up_run
 from tests.unit.doc_blocks import PAGES, blocks

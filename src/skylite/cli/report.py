@@ -14,8 +14,7 @@ import typer
 from skylite.cli.options import AsJson, Verbose, newest_run
 from skylite.errors import ConfigError
 from skylite.progress_reporting import long_work
-from skylite.report.html import GENERATOR, page_html
-from skylite.report.page_data import num_files, page_data
+from skylite.report.html import GENERATOR, num_files, page_data, page_html
 from skylite.report.read_run import read_facts
 from skylite.run.files import atomic_file
 from skylite.ui.logs import show

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -14,8 +15,11 @@ from skylite.report.read_run import RunFacts, age_s, number
 Facts = dict[str, Any]
 
 
-def summary(facts: RunFacts) -> Facts:
-    """Settings, progress, results and findings as JSON values; null where a run has none."""
+def summary(facts: RunFacts, repetition: Mapping[int, float] | None = None) -> Facts:
+    """Settings, progress, results and findings as JSON values; null where a run has none.
+
+    `repetition`: of the steps whose tokens were read.
+    """
     config, status = facts.run.config, facts.status
     first, last = _ends(facts.series("reward/mean"))
     speeds = [x for x in facts.series("perf/completion_tokens_per_s") if math.isfinite(x)]
@@ -47,7 +51,7 @@ def summary(facts: RunFacts) -> Facts:
         "error": None if status is None else status.error,
         "alarms": [
             {"kind": a.kind, "is_alarm": a.is_alarm, "since": a.since, "text": a.text}
-            for a in find_alarms(facts.metrics, facts.held_out)
+            for a in find_alarms(facts.metrics, facts.held_out, repetition)
         ],
         "unreadable": list(facts.unreadable),
     }
@@ -71,10 +75,9 @@ def _ends(values: list[float]) -> tuple[float, float]:
 def _score(held_out: Any, index: int) -> Facts | None:
     if not held_out:
         return None
-    found = held_out[index]
-    numbers = {k: _json_number(v) for k, v in asdict(found.score).items()}
-    name = {"name": found.score.name}
-    return {"version": found.version, **name, **numbers}
+    score = held_out[index].score
+    numbers = {k: _json_number(v) for k, v in asdict(score).items()}
+    return {"version": held_out[index].version, "name": score.name, **numbers}
 
 
 def _json_number(value: float) -> float | None:

@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 EVERY_STEP = ("sampling", "training", "syncing")
 """Phases of every step: a plain terminal shows them with --verbose only."""
 
-__all__ = ["CompletionView", "Screen", "step_line"]
-
 
 class Screen:
     """Owns the live display; a context manager. `history`: metrics of the steps before a resume."""

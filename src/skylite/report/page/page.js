@@ -1,5 +1,5 @@
 "use strict";
-// Summary, time, adapter by layer and settings; starts the page.
+// Summary, time and settings; starts the page.
 
 const PAGE_DATA = JSON.parse(document.getElementById("data").textContent);
 const extraMetrics = [];
@@ -75,34 +75,6 @@ function drawTime() {
   }
 }
 
-function drawLayers() {
-  const adapters = PAGE_DATA.runs[Number(byId("adapter-run").value) || 0].adapters;
-  const slider = byId("adapter-version"), table = byId("layers"), index = Number(byId("adapter-value").value);
-  table.replaceChildren();
-  slider.max = Math.max(0, adapters.versions.length - 1);
-  if (adapters.versions.length === 0) { add(table, "p", "The run kept no trained adapter.", "hint"); return; }
-  const chosen = Math.min(Number(slider.value), adapters.versions.length - 1);
-  byId("adapter-number").textContent = adapters.versions[chosen];
-  const modules = [...new Set(adapters.updates.flat().map((u) => u[1]))];
-  const largest = Math.max(...adapters.updates.flat().map((u) => u[index] || 0), 1e-12);
-  const rows = new Map();
-  for (const update of adapters.updates[chosen]) {
-    rows.set(update[0], (rows.get(update[0]) || new Map()).set(update[1], update[index]));
-  }
-  const grid = add(table, "table"), head = add(grid, "tr");
-  add(head, "th", "layer");
-  for (const name of modules) add(head, "th", name);
-  for (const [layer, values] of [...rows].sort((a, b) => a[0] - b[0])) {
-    const row = add(grid, "tr");
-    add(row, "th", layer < 0 ? "other" : layer);
-    for (const name of modules) {
-      const cell = add(row, "td", short(values.get(name)));
-      const share = 70 * (values.get(name) || 0) / largest;
-      cell.style.setProperty("background", `color-mix(in srgb, var(--heat) ${share.toFixed(0)}%, transparent)`);
-    }
-  }
-}
-
 function drawTable(parent, title, names, columns, isChanged, open) {
   const details = add(parent, "details"), scroll = (add(details, "summary", title), add(details, "div", null, "scroll"));
   details.open = open;
@@ -158,10 +130,6 @@ function start() {
   addEventListener("resize", fitPlots);
   redraw();
   drawTime();
-  fill(byId("adapter-run"), PAGE_DATA.runs.map((run, k) => [k, run.label]));
-  byId("adapter-version").value = byId("adapter-version").max = Math.max(0, ...PAGE_DATA.runs.map((r) => r.adapters.versions.length - 1));
-  for (const id of ["adapter-run", "adapter-value", "adapter-version"]) byId(id).addEventListener("input", drawLayers);
-  drawLayers();
   startSamples(PAGE_DATA);
   drawSettings();
 }
