@@ -32,8 +32,8 @@ from skylite.processes.hardware import (
 )
 from skylite.processes.own_network import REMEDY, other_people, why_shared
 from skylite.run.files import format_bytes, free_bytes
-from skylite.sandbox.confine import OLDEST_FOR_WRITING, Protection
-from skylite.sandbox.sandbox import Sandbox
+from skylite.sandbox.confine import landlock_version
+from skylite.sandbox.sandbox import require_sandbox
 
 Level = Literal["ok", "note", "bad"]
 GIB = 1 << 30
@@ -267,27 +267,13 @@ def _cgroup_limits(groups: Path, own: Path) -> Iterator[tuple[str, int, int, str
 def check_sandbox() -> Finding:
     """The sandbox starts, and which of its parts this kernel and container offer."""
     try:
-        protection = _sandbox_protection(scratch=False)
-        writes = protection.landlock >= OLDEST_FOR_WRITING
-        deletes = not writes or _sandbox_protection(scratch=True).has_bounded_folder
+        require_sandbox("code of a model")
     except SkyliteError as error:
         return note("sandbox", error.what, error.hint)
-    parts = {
-        "code in it can read what you can read (no Landlock)": bool(protection.landlock),
-        "no folder to write in (python_tool does not run)": writes,
-        "code in it cannot delete its files": deletes,
-    }
-    if missing := [text for text, works in parts.items() if not works]:
-        fix = "use Linux 6.2 or newer; in a container, allow Landlock and user namespaces"
-        return note("sandbox", f"works, but {', '.join(missing)}", fix)
-    return ok("sandbox", "all parts: listed system calls only, Landlock, a limit of files")
-
-
-def _sandbox_protection(*, scratch: bool) -> Protection:
-    with Sandbox("skylite.sandbox.server:make_nothing", what="code of a model", scratch=scratch) as sandbox:
-        sandbox.start()
-        assert sandbox.protection is not None, "it has started"
-        return sandbox.protection
+    if not landlock_version():
+        text = "works, but code in it can read what you can read (no Landlock)"
+        return note("sandbox", text, "use Linux 5.13 or newer; in a container, allow Landlock")
+    return ok("sandbox", "listed system calls only, and Landlock")
 
 
 def check_network() -> Finding:

@@ -139,16 +139,6 @@ def hold_memory(count: int) -> dict[str, str]:
     return {name: error_of(work) for name, work in ways.items()}
 
 
-def write_files(count: int, num_bytes: int, folder: str) -> int:
-    """Files in the working folder or in a folder of it that cannot be listed. Waits, then counts them."""
-    if folder:
-        os.mkdir(folder, mode=0o300)
-    for i in range(count):
-        Path(folder, f"file-{i}").write_bytes(bytes(num_bytes))
-    time.sleep(1)
-    return count
-
-
 def burn() -> None:
     while True:
         pass
@@ -189,22 +179,6 @@ def start_thread() -> str:
     return error_of(threading.Thread(target=time.sleep, args=(0,)).start)
 
 
-def hold_deleted_files(count: int, num_bytes: int) -> int:
-    """Write files, map a page of each, and delete them. Returns how many bytes no folder shows."""
-    held = []
-    for number in range(count):
-        try:
-            with open("file", "wb") as file:
-                file.write(bytes(num_bytes))
-                file.flush()
-            with open("file", "rb") as file:
-                held.append(mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ))
-            os.unlink("file")
-        except OSError:
-            return number * num_bytes
-    return count * num_bytes
-
-
 def forge(text: str) -> None:
     """Write an answer of its own to every open pipe."""
     for descriptor in range(3, 64):
@@ -213,21 +187,6 @@ def forge(text: str) -> None:
         except OSError:
             continue
     os._exit(0)
-
-
-def fill_scratch() -> list[str]:
-    """Names in the working folder before, and junk that is hard to remove."""
-    found = sorted(os.listdir("."))
-    Path("kept.txt").write_text("kept")
-    os.makedirs("deep/er")
-    os.symlink("/etc", "link")
-    return found
-
-
-def lock_scratch() -> None:
-    os.makedirs("closed/inner", mode=0o700)
-    os.mkdir("closed/hidden", mode=0o300)
-    Path("closed/hidden/file").touch()
 
 
 def environment() -> dict[str, str]:

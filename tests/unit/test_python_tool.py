@@ -40,8 +40,8 @@ def run_python() -> Callable[[str], str]:
         ("x = 1\nprint(x)\n1 / 0", "1\nline 3: ZeroDivisionError: division by zero\n"),
         ("def f(:", "SyntaxError"),
         ("print('so far'); raise SystemExit(3)", "so far\nexit: 3\n"),
-        ("open('note', 'w').write('kept'); print(open('note').read())", "kept\n"),
-        ("print(__import__('os').listdir('.'))", "[]\n"),
+        ("open('note', 'w')", "PermissionError"),
+        ("import tempfile; tempfile.mkdtemp()", "FileNotFoundError"),
         (f"print('a' * {MAX_CHARACTERS + 5})", "[6 more characters]"),
         ("import socket; socket.socket()", "PermissionError"),
         ("import os; os.fork()", "PermissionError"),
@@ -54,22 +54,8 @@ def run_python() -> Callable[[str], str]:
 def test_the_model_reads_what_its_program_printed(
     run_python: Callable[[str], str], code: str, output: str
 ) -> None:
-    """The folder is empty in each run, though the run before wrote a file."""
     found = run_python(code)
     assert output in found if output[-1] != "\n" else found == output
-
-
-def test_folders_of_any_depth_are_removed(run_python: Callable[[str], str]) -> None:
-    code = "import os\nfor _ in range(1500):\n    os.mkdir('a')\n    os.chdir('a')\nos.mkdir('hidden', 0)"
-    assert run_python(code) == ""
-    assert run_python("import os; print(os.listdir('.'))") == "[]\n"
-
-
-def test_a_program_writes_nothing_outside_its_folder(
-    run_python: Callable[[str], str], tmp_path: Path
-) -> None:
-    assert "PermissionError" in run_python(f"open({str(tmp_path / 'out')!r}, 'w')")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_episode_offers_the_tool_and_the_model_reads_its_result(tmp_path: Path) -> None:

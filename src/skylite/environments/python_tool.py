@@ -23,11 +23,11 @@ _sandboxes: list[Sandbox] = []
 def python_tool(limits: Limits | None = None) -> Callable[[str], str]:
     """A function `run_python(code)` for `chat(messages, tools=[...])` and `reply.run_tools([...])`.
 
-    Each call gets a fresh process and an empty folder to write in. It has no network and starts no process.
+    Each call gets a fresh process. It has no network, writes no file and starts no process.
     `limits` bound each call. The sandbox starts with the first call and ends with the episode.
     A call raises ConfigError if this machine cannot run a sandbox.
     """
-    sandbox = Sandbox(f"{__name__}:make_runner", what="the tool run_python", limits=limits, scratch=True)
+    sandbox = Sandbox(f"{__name__}:make_runner", what="the tool run_python", limits=limits)
     _sandboxes.append(sandbox)
 
     def run_python(code: str) -> str:
@@ -42,7 +42,7 @@ def python_tool(limits: Limits | None = None) -> Callable[[str], str]:
 
 
 def close_sandboxes() -> None:
-    """End the sandboxes of this process and remove their folders."""
+    """End the sandboxes of this process."""
     while _sandboxes:
         _sandboxes.pop().close()
 

@@ -5,14 +5,12 @@ Landlock (landlock(7), Linux 5.13) limits files, seccomp (seccomp.py) system cal
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
 import struct
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from skylite.sandbox.seccomp import architecture, install, isolation_filter, single_process_filter
@@ -29,56 +27,33 @@ _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
 _VERSION = 1
 _PR_SET_NO_NEW_PRIVS = 38
 _PATH_BENEATH = 1
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
-_TRUNCATE = 1 << 14
-_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
-_READ = _READ_FILE | _READ_DIR
-_NO_SPECIAL_FILES = ~((1 << 6) | (1 << 9) | (1 << 11))  # no character device, socket or block device
-OLDEST_FOR_WRITING = 3
-"""The first version (Linux 6.2) that covers truncation. Older ones only limit what may be read."""
-_NEW_MOUNTS, _NEW_USER = 0x00020000, 0x10000000
-_NO_SETUID, _NO_DEVICES, _NO_PROGRAMS = 2, 4, 8
-_RECURSIVE, _PRIVATE = 1 << 14, 1 << 18
-_ENTRY_BYTES = 4096
+_READ_FILE, _READ_DIR = 4, 8
 
 
-@dataclass(frozen=True, slots=True)
-class Protection:
-    """What this kernel and container offer. Without one of them, code in the sandbox may do less."""
-
-    landlock: int
-    """Its version. 0: everything that the user may read can be read."""
-    has_bounded_folder: bool
-    """The scratch folder is a file system of limited size. False: no file can be deleted or renamed in it."""
-
-
-def isolate(readable: Sequence[Path], scratch: Path | None) -> None:
-    """Cut this process and its children off: no network, no other processes, no program, no writing but in
-    `scratch`.
+def isolate(readable: Sequence[Path]) -> None:
+    """Cut this process and its children off: no network, no other processes, no program, no file to write.
 
     Reading is limited to Python, the system's libraries and `readable`, if the kernel has Landlock.
     Raises OSError if the kernel cannot do it.
     """
-    arch, version = architecture(), landlock_version()
+    arch = architecture()
     if arch is None:
         raise OSError(0, f"skylite knows no seccomp filter for {os.uname().machine}")
-    if scratch is not None and version < OLDEST_FOR_WRITING:
-        raise OSError(0, "a folder to write in needs Landlock 3 (Linux 6.2)")
     drop_capabilities()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if version:
-        restrict(version, [*_python_paths(), *readable], [] if scratch is None else [scratch])
-    install(isolation_filter(arch, may_write=scratch is not None))
+    if version := landlock_version():
+        restrict_reading(version, [*_python_paths(), *readable])
+    install(isolation_filter(arch))
 
 
-def limit_call(address_space: int, file_bytes: int, protection: Protection) -> None:
-    """Limit the process of calls: one process, memory, files. Both are sizes in bytes; that of one file."""
+def limit_call(address_space: int) -> None:
+    """Limit the process of calls: one process, memory (in bytes), files."""
     lower_limit(resource.RLIMIT_AS, address_space, address_space)
-    lower_limit(resource.RLIMIT_FSIZE, file_bytes, file_bytes)
+    lower_limit(resource.RLIMIT_FSIZE, 0, 0)
     lower_limit(resource.RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES)
     arch = architecture()
     assert arch is not None, "isolate has checked it"
-    install(single_process_filter(arch, os.getpid(), may_delete=protection.has_bounded_folder))
+    install(single_process_filter(arch, os.getpid()))
 
 
 def limit_cpu(soft: int, hard: int | None = None) -> None:
@@ -110,39 +85,16 @@ def _python_paths() -> list[Path]:
     return [Path(p) for p in dict.fromkeys(found) if os.path.isabs(p)]
 
 
-def mount_bounded(folder: Path, most: int) -> bool:
-    """Mount a memory file system of limited size on `folder`, seen by this process and its children only.
-
-    It also limits deleted files that are still open or mapped. Returns False where the machine forbids it.
-
-    most: size in bytes. The process must have one thread.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(_NEW_MOUNTS) != 0:
-        user, group = os.getuid(), os.getgid()
-        if libc.unshare(_NEW_MOUNTS | _NEW_USER) != 0:
-            return False
-        maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
-        with contextlib.suppress(OSError):
-            for name, text in maps.items():
-                Path("/proc/self", name).write_text(text)
-    if libc.mount(None, b"/", None, _RECURSIVE | _PRIVATE, None) != 0:  # nothing of it reaches the machine
-        return False
-    options = f"size={most},nr_inodes={most // _ENTRY_BYTES + 16},mode=700".encode()
-    flags = _NO_SETUID | _NO_DEVICES | _NO_PROGRAMS
-    return bool(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", flags, options) == 0)
-
-
 def landlock_version() -> int:
     """The version of Landlock that this kernel offers; 0 without it."""
     version: int = _libc().syscall(_CREATE, None, 0, _VERSION)
     return max(0, version)
 
 
-def restrict(version: int, readable: Sequence[Path], writable: Sequence[Path]) -> None:
-    """Leave this process nothing but these files and folders. It cannot be undone.
+def restrict_reading(version: int, readable: Sequence[Path]) -> None:
+    """Leave this process nothing but reading these files and folders. It cannot be undone.
 
-    No program may be executed. Paths that do not exist are left out. Raises OSError if the kernel refuses.
+    Paths that do not exist are left out. Raises OSError if the kernel refuses.
     """
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     # struct landlock_ruleset_attr: files, TCP (bind, connect), scopes (abstract sockets, signals).
@@ -151,22 +103,20 @@ def restrict(version: int, readable: Sequence[Path], writable: Sequence[Path]) -
     ruleset = _check(_libc().syscall(_CREATE, attributes, len(attributes), 0), "landlock_create_ruleset")
     try:
         for path in readable:
-            _allow(ruleset, path, _READ)
-        for path in writable:
-            _allow(ruleset, path, rights & _NO_SPECIAL_FILES & ~_EXECUTE)
+            _allow_reading(ruleset, path)
         _check(_libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
         _check(_libc().syscall(_RESTRICT, ruleset, 0), "landlock_restrict_self")
     finally:
         os.close(ruleset)
 
 
-def _allow(ruleset: int, path: Path, rights: int) -> None:
+def _allow_reading(ruleset: int, path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return
     try:
-        rule = struct.pack("=Qi", rights if path.is_dir() else rights & _FILES, descriptor)
+        rule = struct.pack("=Qi", _READ_FILE | _READ_DIR if path.is_dir() else _READ_FILE, descriptor)
         _check(_libc().syscall(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0), f"landlock_add_rule for {path}")
     finally:
         os.close(descriptor)

@@ -6,7 +6,7 @@
 Each call runs in a process that
 
 - has no network: it can open no socket of any kind;
-- writes no file, or only in a temporary folder (`scratch`), which is emptied after each call;
+- writes no file;
 - reads Python, the system's libraries and `readable` only (where the kernel has Landlock);
 - starts no process and no thread, sends no signal, and sees no memory of another process;
 - is limited in memory, CPU time and time (`Limits`);
@@ -39,9 +39,7 @@ from typing import Any, Self
 from skylite.errors import ChildDied, ConfigError
 from skylite.processes.child import describe_exit_code
 from skylite.processes.import_path import NEUTRAL_FOLDER
-from skylite.processes.private_folders import TemporaryFolder
 from skylite.processes.streams import private_file
-from skylite.sandbox.confine import Protection
 from skylite.sandbox.server import receive, send
 from skylite.untrusted_text import encodable_json
 
@@ -65,8 +63,6 @@ class Limits:
     wall_s: float = 20.0
     output_bytes: int = 1 << 20
     """Size of the value as JSON."""
-    file_bytes: int = 64 << 20
-    """Size of all files in the scratch folder."""
 
 
 class CallFailed(Exception):
@@ -95,7 +91,6 @@ class Sandbox:
         what: str = "",
         limits: Limits | None = None,
         readable: Sequence[Path] = (),
-        scratch: bool = False,
         lasting: bool = False,
     ) -> None:
         """
@@ -106,12 +101,10 @@ class Sandbox:
             what: the function in error messages, such as "the reward reasoning-gym".
             limits: for each call.
             readable: files and folders that the function may read besides Python's own.
-            scratch: give the function an empty working folder to write in.
             lasting: one process serves all calls until one breaks a limit. Saves 10 ms a call. Only if calls
                 need no protection from each other: code that takes over the process sees and answers later
                 calls. Memory is limited for all calls together.
         """
-        assert not (scratch and lasting), "calls of one process would share the folder"
         self._lasting = lasting
         self._exit_code = 0
         self._factory = factory
@@ -119,13 +112,9 @@ class Sandbox:
         self._what = what or factory
         self._limits = limits or Limits()
         self._readable = [str(path.resolve()) for path in readable]
-        self._wants_scratch = scratch
-        self.protection: Protection | None = None
-        """Known after the start."""
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._life: FileIO | None = None
-        self._folder: TemporaryFolder | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -143,22 +132,16 @@ class Sandbox:
         """The function's value. Raises CallFailed, ChildDied if the server behind it was killed, and
         ConfigError if this machine has no sandbox."""
         with self._lock:
+            self._start()
             if self._lasting:
                 return self._call_lasting(arguments)
-            while True:
-                self._start()
-                kind, *details = self._exchange(
-                    [asdict(self._limits), arguments], self._limits.wall_s + GRACE_S
-                )
-                if kind != "dirty":
-                    return _result(kind, details, self._limits)
-                self._end()  # a call left files that the server cannot remove: start with a new folder
+            kind, *details = self._exchange(arguments, self._limits.wall_s + GRACE_S)
+            return _result(kind, details, self._limits)
 
     def _call_lasting(self, arguments: Sequence[Any]) -> Any:
-        self._start()
         limits, details = self._limits, list[Any]()
         try:
-            body = self._send_and_receive([arguments], limits.wall_s, limits.output_bytes)
+            body = self._send_and_receive(arguments, limits.wall_s, limits.output_bytes)
             kind, details = "answer", [body.decode("utf-8", errors="replace")]
         except TimeoutError:
             kind = "time"
@@ -184,8 +167,6 @@ class Sandbox:
         self._end()
         life, own_end = os.pipe()
         self._life = private_file(own_end, "wb")
-        if self._wants_scratch:
-            self._folder = TemporaryFolder("sandbox-")
         # -P -s -S: only `paths` add code, the user's folder and the working folder do not.
         paths = [path for path in sys.path if os.path.isabs(path)]
         try:
@@ -195,8 +176,8 @@ class Sandbox:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[life],
-                env=_environment(self._scratch),
-                cwd=self._scratch or NEUTRAL_FOLDER,
+                env=_environment(),
+                cwd=NEUTRAL_FOLDER,
                 start_new_session=True,
             )
         finally:
@@ -205,40 +186,36 @@ class Sandbox:
             "factory": self._factory,
             "arguments": self._arguments,
             "readable": self._readable,
-            "scratch": None if self._scratch is None else str(self._scratch),
-            "file_bytes": self._limits.file_bytes,
-            "lasting": asdict(self._limits) if self._lasting else None,
+            "limits": asdict(self._limits),
+            "lasting": self._lasting,
         }
-        kind, *details = self._exchange([setup], SETUP_S)
+        kind, *details = self._exchange(setup, SETUP_S)
         if kind == "isolated":
             self._end()
             raise ConfigError(
                 f"This machine cannot run {self._what} in a sandbox: {details[0]}.",
                 "It needs Linux on x86-64 or AArch64 with seccomp; containers allow that by default.",
             )
-        if kind == "ready":
-            self.protection = Protection(**details[0])
         if kind == "raised":
             self._end()
             raise CallFailed(f"raised {details[0]}: {details[1]}", details[0])
 
-    def _exchange(self, messages: Sequence[Any], timeout_s: float) -> list[Any]:
-        """Send messages to the server, which is trusted, and receive one. Raises ChildDied."""
+    def _exchange(self, message: Any, timeout_s: float) -> list[Any]:
+        """Send a message to the server, which is trusted, and receive one. Raises ChildDied."""
         try:
-            reply: list[Any] = json.loads(self._send_and_receive(messages, timeout_s))
+            reply: list[Any] = json.loads(self._send_and_receive(message, timeout_s))
         except (OSError, EOFError) as error:  # nothing that is called can do that
             raise self._died(error, timeout_s) from None
         return reply
 
-    def _send_and_receive(self, messages: Sequence[Any], timeout_s: float, most: int | None = None) -> bytes:
+    def _send_and_receive(self, message: Any, timeout_s: float, most: int | None = None) -> bytes:
         """Any interruption ends the process. Raises as `receive`, OSError, and EOFError at its end."""
         process = self._process
         assert process is not None, "started by the caller"
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            for message in messages:
-                send(process.stdin.fileno(), message)
+            send(process.stdin.fileno(), message)
             body = receive(process.stdout.fileno(), time.monotonic() + timeout_s, most)
             if body is None:
                 raise EOFError
@@ -260,8 +237,10 @@ class Sandbox:
         )
 
     def _end(self, *, wait: bool = False) -> int:
-        """End the process and remove its folder; its exit code. `wait`: it has closed its pipe, and may be
-        ending by itself. The caller holds the lock."""
+        """End the process; its exit code. `wait`: it has closed its pipe, and may be ending by itself.
+
+        The caller holds the lock.
+        """
         process, self._process, code = self._process, None, 0
         if process is not None:
             if wait:
@@ -274,21 +253,14 @@ class Sandbox:
                 pipe.close()
         if self._life is not None:
             self._life.close()
-        if self._folder is not None:
-            self._folder.remove()
-            self._folder = None
         return code
 
-    @property
-    def _scratch(self) -> Path | None:
-        return None if self._folder is None else self._folder.path
 
-
-def _environment(scratch: Path | None) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """Few variables, and one thread for libraries of linear algebra: calls are short, and forked."""
     kept = {n: os.environ[n] for n in ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ") if n in os.environ}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    folder = str(scratch or "/nonexistent")
+    folder = "/nonexistent"
     return {
         **kept,
         **threads,
@@ -314,8 +286,6 @@ def _result(kind: str, details: list[Any], limits: Limits) -> Any:
             raise CallFailed(f"used more than {limits.cpu_s} s of CPU time")
         case "output":
             raise CallFailed(f"returned more than {limits.output_bytes} bytes")
-        case "files":
-            raise CallFailed(f"wrote more than {limits.file_bytes} bytes of files")
     raise CallFailed(describe_exit_code(details[0]))
 
 

@@ -19,37 +19,21 @@ import json
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
-import stat
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from skylite.processes.reaper import die_with_parent
-from skylite.sandbox.confine import (
-    SETUP_BYTES,
-    Protection,
-    isolate,
-    landlock_version,
-    limit_call,
-    limit_cpu,
-    lower_limit,
-    mount_bounded,
-)
+from skylite.sandbox.confine import SETUP_BYTES, isolate, limit_call, limit_cpu, lower_limit
 
 LENGTH = struct.Struct(">Q")
-SIZE_S = 0.1
-"""How often the size of the scratch folder is checked."""
 END = b"\n"
 """Ends an answer. JSON in one line contains none."""
-_FILL = stat.S_IWUSR | stat.S_IXUSR
-_ENTRY_BYTES = 4096
-"""Counted for each file and folder, so that empty ones have a limit, too."""
 _F_SETSIG = 10
 _ISOLATED = "isolated"
 
@@ -67,15 +51,11 @@ def main(life: int) -> NoReturn:
     if setup is None:
         os._exit(0)
     request = json.loads(setup)
-    scratch = None if request["scratch"] is None else Path(request["scratch"])
     memory = os.open("/proc/self/statm", os.O_RDONLY)
-    # Twice: the server counts files, too, and says that there are too many. This is the last resort.
-    is_bounded = scratch is not None and mount_bounded(scratch, 2 * request["file_bytes"])
-    os.chdir(scratch or "/")
+    os.chdir("/")
     lower_limit(resource.RLIMIT_AS, SETUP_BYTES)
-    protection = Protection(landlock_version(), is_bounded)
     try:
-        isolate([Path(p) for p in request["readable"]], scratch)
+        isolate([Path(p) for p in request["readable"]])
         _check_isolation()
     except OSError as error:
         send(replies, [_ISOLATED, error.strerror or str(error)])
@@ -88,63 +68,59 @@ def main(life: int) -> NoReturn:
         os._exit(1)
     gc.collect()
     gc.freeze()  # a collection in a copy would copy every page
-    send(replies, ["ready", asdict(protection)])
-    server = _Server(function, memory, requests, replies, life, scratch, protection)
+    send(replies, ["ready"])
+    server = _Server(function, request["limits"], memory, requests, replies, life)
     if request["lasting"]:
-        server.answer_here(request["lasting"])
+        server.answer_here()
     server.serve()
 
 
 @dataclass(frozen=True, slots=True)
 class _Server:
+    """Answers requests of one message, the arguments of a call."""
+
     function: Callable[..., Any]
+    limits: dict[str, Any]
+    """Of each call: the fields of sandbox.Limits."""
     memory: int
     """/proc/self/statm, open."""
     requests: int
     """The parent's pipe. When it closes, this process ends."""
     replies: int
     life: int
-    scratch: Path | None
-    protection: Protection
 
     def serve(self) -> NoReturn:
-        """Answer requests of two messages: the limits of a call, and its arguments."""
-        while True:
-            limits, arguments = receive(self.requests), receive(self.requests)
-            if limits is None or arguments is None:
-                os._exit(0)
-            request = json.loads(limits)
-            if self.scratch is not None and not _empty(self.scratch):
-                send(self.replies, ["dirty"])
-                continue
-            send(self.replies, self._call(request, arguments))
+        """Run each call in a copy of this process."""
+        while (arguments := receive(self.requests)) is not None:
+            send(self.replies, self._call(arguments))
+        os._exit(0)
 
-    def answer_here(self, limits: dict[str, Any]) -> NoReturn:
-        """Limit this process and answer requests of one message, the arguments, until it breaks a limit."""
-        limit_call(self._address_space(limits), limits["file_bytes"], self.protection)
+    def answer_here(self) -> NoReturn:
+        """Limit this process and run the calls in it, until one breaks a limit."""
+        limit_call(self._address_space())
         os.close(self.memory)
         while (arguments := receive(self.requests)) is not None:
             used = resource.getrusage(resource.RUSAGE_SELF)
-            limit_cpu(int(used.ru_utime + used.ru_stime) + 1 + limits["cpu_s"])
+            limit_cpu(int(used.ru_utime + used.ru_stime) + 1 + self.limits["cpu_s"])
             send_bytes(self.replies, _answer(self.function, arguments))
         os._exit(0)
 
-    def _address_space(self, limits: dict[str, Any]) -> int:
+    def _address_space(self) -> int:
         pages = int(os.pread(self.memory, 64, 0).split()[0])
-        return pages * os.sysconf("SC_PAGE_SIZE") + int(limits["memory_bytes"])
+        return pages * os.sysconf("SC_PAGE_SIZE") + int(self.limits["memory_bytes"])
 
-    def _call(self, limits: dict[str, Any], arguments: bytes) -> list[Any]:
+    def _call(self, arguments: bytes) -> list[Any]:
         """How the call ended, and what else the parent gets."""
-        deadline = time.monotonic() + limits["wall_s"]
+        deadline = time.monotonic() + self.limits["wall_s"]
         own_end, answers = os.pipe()
-        address_space, server = self._address_space(limits), os.getpid()
+        address_space, server = self._address_space(), os.getpid()
         pid = os.fork()
         if pid == 0:
             for descriptor in (self.requests, self.replies, self.life, self.memory, own_end):
                 os.close(descriptor)
-            self._answer_in_copy(arguments, limits, address_space, answers, server)
+            self._answer_in_copy(arguments, address_space, answers, server)
         os.close(answers)
-        answer = self._read_until(own_end, deadline, limits)
+        answer = self._read_until(own_end, deadline)
         os.close(own_end)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -155,38 +131,30 @@ class _Server:
             return ["answer", answer.decode("utf-8", errors="replace")]
         return ["cpu"] if code == -signal.SIGXCPU else ["ended", code]
 
-    def _answer_in_copy(
-        self, arguments: bytes, limits: dict[str, Any], address_space: int, pipe: int, server: int
-    ) -> NoReturn:
-        answer = b""
+    def _answer_in_copy(self, arguments: bytes, address_space: int, pipe: int, server: int) -> NoReturn:
+        answer, cpu_s = b"", self.limits["cpu_s"]
         with contextlib.suppress(BaseException):  # nothing runs without limits
             die_with_parent(server)
-            limit_cpu(limits["cpu_s"], limits["cpu_s"] + 1)  # SIGXCPU, which can be ignored, then SIGKILL
-            limit_call(address_space, limits["file_bytes"], self.protection)
+            limit_cpu(cpu_s, cpu_s + 1)  # SIGXCPU, which can be ignored, then SIGKILL
+            limit_call(address_space)
             answer = _answer(self.function, arguments) + END
         with contextlib.suppress(OSError):
             while answer:
                 answer = answer[os.write(pipe, answer) :]
         os._exit(0)
 
-    def _read_until(self, pipe: int, deadline: float, limits: dict[str, Any]) -> bytes | str:
-        """An answer, or the limit that the call broke: "time", "output" or "files". Ends with the parent."""
+    def _read_until(self, pipe: int, deadline: float) -> bytes | str:
+        """An answer, or the limit that the call broke: "time" or "output". Ends with the parent."""
         data = bytearray()
         while True:
-            left = max(0.0, deadline - time.monotonic())
-            wait = left if self.scratch is None else min(left, SIZE_S)
-            ready, _, _ = select.select([pipe, self.requests], [], [], wait)
+            ready, _, _ = select.select([pipe, self.requests], [], [], max(0.0, deadline - time.monotonic()))
             if self.requests in ready:  # nothing is requested during a call: the parent has closed the pipe
                 os._exit(0)
-            if self.scratch is not None and is_larger(self.scratch, limits["file_bytes"]):
-                return "files"
             if not ready:
-                if time.monotonic() >= deadline:
-                    return "time"
-                continue
+                return "time"
             chunk = os.read(pipe, 1 << 16)
             data += chunk
-            if len(data) > limits["output_bytes"]:
+            if len(data) > self.limits["output_bytes"]:
                 return "output"
             if not chunk or chunk.endswith(END):
                 return bytes(data)
@@ -204,48 +172,6 @@ def _answer(function: Callable[..., Any], arguments: bytes) -> bytes:
         except BaseException:  # noqa: BLE001  # the code of a class that nobody trusts
             text = ""
         return json.dumps(["raised", type(error).__name__, text]).encode()
-
-
-def is_larger(folder: Path, most: int) -> bool:
-    """Whether the files below take more than `most` bytes, or could: a folder that can be filled, not listed.
-
-    A folder that cannot be filled either stays empty: no mode can be changed in the sandbox. Deleted files
-    that are still open are not seen.
-    """
-    size, left = 0, [str(folder)]
-    try:
-        while left:
-            path = left.pop()
-            try:
-                with os.scandir(path) as entries:
-                    for entry in entries:
-                        size += _ENTRY_BYTES + 512 * entry.stat(follow_symlinks=False).st_blocks
-                        if entry.is_dir(follow_symlinks=False):
-                            left.append(entry.path)
-            except PermissionError:
-                if path == str(folder) or os.lstat(path).st_mode & _FILL == _FILL:
-                    return True
-            if size > most:
-                return True
-    except (FileNotFoundError, NotADirectoryError):
-        # The code removes files meanwhile, which it can in a file system of limited size only.
-        return False
-    except OSError:
-        return True
-    return False
-
-
-def _empty(folder: Path) -> bool:
-    """Remove everything in the folder. Whether that worked."""
-    try:
-        for path in folder.iterdir():
-            if stat.S_ISDIR(path.lstat().st_mode):
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-    except (OSError, RecursionError):
-        return False
-    return True
 
 
 def _die_with(life: int) -> None:
