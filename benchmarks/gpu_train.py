@@ -237,21 +237,20 @@ def collectives(report: Report) -> None:
 def out_of_memory(report: Report, shape: str) -> None:
     """Two steps with too little memory: the first must halve the micro-batches until it fits."""
     use_trainer_environment()  # the imports below load torch
-    from skylite.config.train import Resolved, RunConfig
+    from skylite.config.train import RunConfig
     from skylite.run.run_dir import RunDir
     from skylite.trainer import loop
     from skylite.trainer.trainer import make_trainer
+    from tests.decisions import resolved
 
     shape, sizes = sizes_of(shape, report.dry_run)
     config, policy, choices, dist = build(shape, sizes, "sdpa", "selective", "tree")
-    resolved = Resolved(
-        model_path="", model_fingerprint="", dtype="bfloat16", device=policy.device.type, lora_sync_path=""
-    )
+    decided = resolved(Path(), Path(), placement={"dtype": "bfloat16", "device": policy.device.type})
     setattr(loop, "publish_version", lambda *_: {})  # noqa: B010 -- no engine waits for it
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         state = loop.LoopState(
             run=RunDir(Path(folder)),
-            run_config=RunConfig(skylite_version="gpu-check", config=config, resolved=resolved),
+            run_config=RunConfig(skylite_version="gpu-check", config=config, resolved=decided),
             trainer=make_trainer(policy, config, dist),
             canary_sequences=[],
             base_logprobs=[],
@@ -297,9 +296,10 @@ def build(
     """A policy of random weights on this machine's device, with the shortcuts that its probes allow."""
     import torch
 
-    from skylite.config.train import Resolved, TrainConfig
+    from skylite.config.train import TrainConfig
     from skylite.model import policy as policy_module
     from skylite.model.fast_path_check import enable_shortcuts
+    from tests.decisions import resolved
     from tests.one_rank import OneRank
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -315,12 +315,10 @@ def build(
             },
         }
     )
-    resolved = Resolved(
-        model_path="", model_fingerprint="", dtype="bfloat16", device=device.type, lora_sync_path=""
-    )
+    decided = resolved(Path(), Path(), placement={"dtype": "bfloat16", "device": device.type})
     dist: Any = OneRank(device)
     with mock.patch.object(policy_module, "load_base", return_value=(random_base(shape, device), "")):
-        policy = policy_module.load_policy(resolved, config, dist)
+        policy = policy_module.load_policy(decided, config, dist)
     policy, choices = enable_shortcuts(policy, list(range(20, 60)))
     if packing == "padded":
         policy.model.get_base_model().set_attn_implementation("sdpa")

@@ -115,8 +115,8 @@ def compare_run(folder: Path) -> dict[str, Any]:
     """The trainer of a whole run: loading, probes, every step with its update, canary and checkpoints."""
     run = RunDir(folder)
     run_config = RunConfig.model_validate_json(run.config_path.read_text(encoding="utf-8"))
-    config, dtype = run_config.config, run_config.resolved.dtype
-    sizes = model_sizes(Path(run_config.resolved.model_path), config.lora)
+    config, dtype = run_config.config, run_config.resolved.placement.dtype
+    sizes = model_sizes(run_config.resolved.model.path, config.lora)
     trainer = gpu_memory_plan.trainer_memory(sizes, config, "cpu", dtype)
     tokens, last = config.trainer.tokens_per_micro_batch, read_metrics(run.metrics_path)[-1]
     assert isinstance(tokens, int)
@@ -136,22 +136,20 @@ def measure_pass(model: Path, dtype: str, tokens: str, checkpointing: str) -> di
     """Bytes of a forward and backward pass over one group, with the trainer's own functions."""
     import torch
 
-    from skylite.config.train import Resolved
     from skylite.model.fast_path_check import enable_shortcuts
     from skylite.model.packing import pack_tokens
     from skylite.model.policy import load_policy, score
     from skylite.trainer.micro_batch_memory import peak_bytes, release_cached_memory, reset_peak_bytes
     from skylite.trainer.optimizer import make_optimizer
     from skylite.types import completion_example
+    from tests.decisions import resolved
     from tests.small_run import lone_rank
 
     config = settings(int(tokens), checkpointing)
     compute: Literal["float32", "bfloat16"] = "float32" if dtype == "float32" else "bfloat16"
-    resolved = Resolved(
-        model_path=str(model), model_fingerprint="", dtype=compute, device="cpu", lora_sync_path=""
-    )
+    decided = resolved(model, Path(), placement={"dtype": compute, "device": "cpu"})
     with lone_rank() as dist:
-        policy = load_policy(resolved, config, dist)
+        policy = load_policy(decided, config, dist)
         policy, _ = enable_shortcuts(policy, list(range(20, 44)))
         make_optimizer("policy", policy.lora, 1e-4, 1.0, config.optim)
         length = config.rollout.max_completion_tokens

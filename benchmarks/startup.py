@@ -81,7 +81,7 @@ async def server_start(model: str, data: Path, folder: Path, name: str, module: 
     """Wall and CPU seconds until a server of `module` with a run's flags answers /health."""
     config = TrainConfig.model_validate(settings(model, data))
     plan = plan_run(config, RunDir(folder / "plain"))
-    modules = predict_target_modules(Path(plan.resolved.model_path), plan.config.lora)
+    modules = predict_target_modules(plan.resolved.model.path, plan.config.lora)
     spec = engine_spec(plan.run_config, modules, 0, folder)
     command = [module if word == CPU_SERVER else word for word in VllmLauncher().command(spec)]
     started = time.monotonic()

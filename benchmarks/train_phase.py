@@ -34,7 +34,8 @@ from skylite.run.files import write_json
 if TYPE_CHECKING:
     import torch
 
-    from skylite.config.train import Resolved, TrainConfig
+    from skylite.config.resolved import Resolved
+    from skylite.config.train import TrainConfig
     from skylite.model.policy import Policy
     from skylite.model.process_group import Dist
     from skylite.trainer.optimizer import FlatAdamW
@@ -160,7 +161,8 @@ def settings(
     args: argparse.Namespace, model: str, device: str, offload: bool = False
 ) -> tuple[TrainConfig, Resolved]:
     """Settings of a run with these sizes. The lists in `args` hold one value each."""
-    from skylite.config.train import Resolved, TrainConfig
+    from skylite.config.train import TrainConfig
+    from tests.decisions import resolved
 
     config = TrainConfig.model_validate(
         {
@@ -179,9 +181,7 @@ def settings(
             },
         }
     )
-    return config, Resolved(
-        model_path=model, model_fingerprint="", dtype=args.dtype, device=device, lora_sync_path=""
-    )
+    return config, resolved(Path(model), Path(), placement={"dtype": args.dtype, "device": device})
 
 
 def random_groups(args: argparse.Namespace, seed: int) -> list[Group]:
@@ -263,13 +263,14 @@ def published(policy: Policy, config: TrainConfig, where: Resolved) -> dict[str,
     from skylite.adapters.manifest import Canary
     from skylite.config.train import RunConfig
     from skylite.trainer.publish_adapter import publish
+    from tests.decisions import changed
 
     seconds = []
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         run_config = RunConfig(
             skylite_version="benchmark",
             config=config,
-            resolved=where.model_copy(update={"lora_sync_path": folder}),
+            resolved=changed(where, identity={"lora_sync_path": folder}),
         )
         for version in range(3):
             started = time.perf_counter()

@@ -31,7 +31,7 @@ from skylite.resources.gpu_memory_plan import (
     most_tokens,
     trainer_memory,
 )
-from skylite.resources.gpu_placement import Placement
+from skylite.resources.gpu_placement import GpuChoice
 from skylite.resources.model_sizes import ModelSizes, model_sizes
 
 PAGE = Path(__file__).resolve().parent / "how-to" / "gpus.md"
@@ -117,10 +117,10 @@ class Layout:
     shared: bool = False
 
     @property
-    def place(self) -> Placement:
+    def place(self) -> GpuChoice:
         first = 0 if self.shared else self.ranks
         engine_gpus = [first + i for i in range(self.engines * self.tensor_parallel)]
-        return Placement(rank_gpus=list(range(self.ranks)), engine_gpus=engine_gpus, notes=[])
+        return GpuChoice(rank_gpus=list(range(self.ranks)), engine_gpus=engine_gpus, notes=[])
 
 
 def attempts(layout: Layout) -> Iterator[dict[str, dict[str, Any]]]:
@@ -164,7 +164,7 @@ def fit_with(folder: Path, mib: int, tree: dict[str, dict[str, Any]], layout: La
         engine = engine_memory(sizes, config, "cuda", "bfloat16", max_loras=MAX_LORAS, cpu_lora="auto")
         count = max([*layout.place.rank_gpus, *layout.place.engine_gpus]) + 1
         gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, mib << 20, "", False) for i in range(count)}
-        budget = divide_gpus(config, trainer, engine, layout.place, gpus)
+        budget, _ = divide_gpus(config, trainer, engine, layout.place, gpus)
     except ConfigError:
         return None
     assert budget.trainer_bytes is not None

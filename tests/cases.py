@@ -27,9 +27,9 @@ from skylite.trainer.micro_batches import Table, arrange
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.step import train_step
 from skylite.trainer.trainer import Trainer, make_algorithm
+from tests.decisions import resolved
 from tests.reference import reference_loss
 from tests.rows import Row, groups_of, random_samples
-from tests.small_run import resolved
 
 PROBE = list(range(20, 40))
 
@@ -64,7 +64,7 @@ def policy_of(
     model: Path, config: TrainConfig, dist: Dist, packing: Packing | None = None, dtype: Dtype = "float32"
 ) -> Policy:
     """A policy whose B matrices are not zero, packed as `packing` says or as its model allows."""
-    policy = load_policy(resolved(model, model).model_copy(update={"dtype": dtype}), config, dist)
+    policy = load_policy(resolved(model, model, placement={"dtype": dtype}), config, dist)
     generator = torch.Generator().manual_seed(1)
     for name, param in policy.lora.items():
         if "lora_B" in name:

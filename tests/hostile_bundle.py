@@ -270,7 +270,7 @@ def _link_outputs(bundle: Bundle, run: RunDir) -> None:
 def _name_sync_folder(bundle: Bundle, run: RunDir) -> None:
     tree = json.loads(run.config_path.read_text())
     tree["config"]["lora"]["lora_sync_path"] = str(bundle.precious)
-    tree["resolved"] |= {
+    tree["resolved"]["identity"] |= {
         "lora_sync_path": str(bundle.precious), "run_id": None,
         "warm_start": str(bundle.precious / "policy-v000000"),
     }  # fmt: skip

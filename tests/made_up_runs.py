@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.config.train import RunConfig, TrainConfig
 from skylite.notes import Note
 from skylite.processes.hardware import machine_facts
 from skylite.rollout.step_metrics import correlation
@@ -28,6 +28,7 @@ from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir, adapter_name
 from skylite.run.status import Phase, Status, write_status
 from skylite.types import Call, Group, Message, Prompt, Trajectory
+from tests.decisions import resolved
 
 STEPS, PROMPTS, GROUP, HELD_OUT = 40, 8, 8, 100
 
@@ -146,11 +147,9 @@ def _write_config(run: RunDir) -> TrainConfig:
         "eval": {"every": 10, "limit": HELD_OUT},
     }
     config = TrainConfig.model_validate(tree)
-    resolved = Resolved(
-        model_path="model", model_fingerprint="f", dtype="float32", device="cpu",
-        lora_sync_path=str(run.default_adapters), notes=[Note("data: made up")],
-    )  # fmt: skip
-    whole = RunConfig(skylite_version="test", config=config, resolved=resolved)
+    decided = resolved(Path("model"), run.default_adapters)
+    decided = decided.model_copy(update={"notes": [Note("data: made up")]})
+    whole = RunConfig(skylite_version="test", config=config, resolved=decided)
     write_json(run.config_path, whole.model_dump(mode="json"))
     write_json(run.machine_path, machine_facts())
     return config

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.config.train import RunConfig, TrainConfig
 from skylite.model.process_group import Dist, process_group
 from skylite.run.run_dir import RunDir
+from tests.decisions import resolved
 from tests.rows import Row, write_samples
 
 
@@ -30,12 +31,6 @@ def settings(**sections: Any) -> TrainConfig:
     for name, values in sections.items():
         tree[name] = values if not isinstance(values, dict) else {**tree.get(name, {}), **values}
     return TrainConfig.model_validate(tree)
-
-
-def resolved(model: Path, sync: Path) -> Resolved:
-    return Resolved(
-        model_path=str(model), model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path=str(sync)
-    )
 
 
 def make_run(root: Path, model: Path, config: TrainConfig, steps: dict[int, list[Row]]) -> RunDir:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from skylite.algorithms.losses import BatchSize
-from skylite.config.train import Resolved, TrainConfig
+from skylite.config.train import TrainConfig
 from skylite.model import fast_path_check
 from skylite.model import policy as policy_module
 from skylite.model.attention_backends import register_backends
@@ -22,6 +23,7 @@ from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
 from skylite.trainer.micro_batches import MicroBatch, Table, make_micro_batch
 from skylite.trainer.trainer import make_algorithm
+from tests.decisions import resolved
 from tests.fake_gpu.mode import GPU
 from tests.one_rank import OneRank
 
@@ -54,18 +56,16 @@ def fake_policy(
         return 0.0, "fake"
 
     probe_logprobs = fast_path_check._probe_logprobs
-    resolved = Resolved(
-        model_path="",
-        model_fingerprint="",
-        dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
-        device="cuda",
-        lora_sync_path="",
+    decided = resolved(
+        Path(),
+        Path(),
+        placement={"device": "cuda", "dtype": "bfloat16" if dtype == torch.bfloat16 else "float32"},
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy_module, "load_base", load_base)
         patch.setattr(fast_path_check, "_gap", gap)
         patch.setattr(fast_path_check, "_probe_logprobs", probe_logprobs if probes else lambda *_: None)
-        policy = load_policy(resolved, config, one_rank())
+        policy = load_policy(decided, config, one_rank())
         policy, _ = enable_shortcuts(policy, list(range(24)))
     if packing == "padded":
         policy.model.get_base_model().set_attn_implementation("sdpa")

@@ -48,9 +48,10 @@ from skylite.trainer.publish_adapter import publish
 from skylite.trainer.worker import report_error
 from skylite.types import Call, Group, Prompt, Trajectory
 from tests.cases import optimizer_of, policy_of
+from tests.decisions import resolved
 from tests.engines import write_random_adapter
 from tests.forks import in_a_fork
-from tests.small_run import lone_rank, resolved, settings
+from tests.small_run import lone_rank, settings
 
 CANARY = Canary(sequences=[[1, 2, 3]], policy_logprobs=[[-1.0, -2.0]], base_logprobs=[[-1.5, -2.5]])
 

@@ -196,7 +196,7 @@ def _read_for_report(folder: Path) -> None:
 
 def _prepare_mark(folder: Path) -> None:
     run = begin(folder, lora_sync_path=str(folder / "adapters"))
-    run_id = read_run_config(run.config_path).resolved.run_id
+    run_id = read_run_config(run.config_path).resolved.identity.run_id
     (folder / "adapters" / f"good-{MARK_NAME}").write_text(json.dumps({"run_id": run_id}))
 
 

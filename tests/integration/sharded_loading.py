@@ -15,8 +15,9 @@ from skylite.model import loading
 from skylite.model.policy import load_policy, score
 from skylite.model.process_group import process_group, set_threads
 from tests.cases import PROBE
+from tests.decisions import resolved
 from tests.rows import completions_of
-from tests.small_run import resolved, settings
+from tests.small_run import settings
 
 
 def main(out: Path, models: list[Path]) -> None:

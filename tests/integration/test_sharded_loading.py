@@ -20,8 +20,9 @@ from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import load_policy, score
 from tests.cases import PROBE
+from tests.decisions import resolved
 from tests.rows import completions_of
-from tests.small_run import lone_rank, resolved, settings
+from tests.small_run import lone_rank, settings
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.dist

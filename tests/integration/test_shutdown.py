@@ -21,7 +21,7 @@ from skylite.rollout.progress import Progress
 from skylite.rollout.shutdown import TRAINER_SHARE, handle_signals, run_until_stopped
 from skylite.run.run_dir import RunDir
 from skylite.ui.dashboard import Screen
-from tests.small_run import resolved
+from tests.decisions import resolved
 
 GRACE_S = 5.0
 OBEYS = "while not pathlib.Path('stop').exists(): time.sleep(0.01)\npathlib.Path('checkpoint').touch()"

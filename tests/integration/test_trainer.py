@@ -21,6 +21,7 @@ from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir, adapter_name
 from tests.alive import is_alive
+from tests.decisions import changed
 from tests.integration.torchrun import (
     TIMEOUT_S,
     ended,
@@ -129,7 +130,7 @@ def test_a_missing_model_is_reported_in_one_sentence(tmp_path: Path, tiny_llama:
     run = make_run(tmp_path / "missing", tiny_llama, settings(), STEPS)
     config = read_run_config(run.config_path)
     missing = config.model_copy(
-        update={"resolved": config.resolved.model_copy(update={"model_path": str(tmp_path / "nowhere")})}
+        update={"resolved": changed(config.resolved, model={"path": tmp_path / "nowhere"})}
     )
     write_json(run.config_path, missing.model_dump(mode="json"))
     assert ended(run, 1) == 1

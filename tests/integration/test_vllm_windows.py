@@ -21,9 +21,10 @@ from skylite.trainer.optimizer import make_optimizer
 from skylite.trainer.step import train_step
 from skylite.trainer.trainer import Trainer
 from skylite.types import Group
+from tests.decisions import resolved
 from tests.engines import EngineServer, running_server
 from tests.rows import Row, groups_of
-from tests.small_run import lone_rank, resolved, settings
+from tests.small_run import lone_rank, settings
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.vllm

@@ -8,20 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from skylite.config.train import Resolved
 from skylite.engine import tensor_parallel
 from skylite.processes import gpus
+from tests.decisions import resolved
 
 H200 = "NVIDIA H200, 9.0, 143771, 580.95.05, Disabled"
 T4 = "Tesla T4, 7.5, 15360, 580.95.05, [N/A]"
-RESOLVED = Resolved(
-    model_path="model",
-    model_fingerprint="0",
-    dtype="bfloat16",
-    device="cuda",
-    lora_sync_path="adapters",
-    rank_gpus=[0],
-    engine_gpus=[1, 0],
+RESOLVED = resolved(
+    Path("model"),
+    Path("adapters"),
+    placement={"device": "cuda", "dtype": "bfloat16", "rank_gpus": [0], "engine_gpus": [1, 0]},
 )
 SMI = """#!/bin/sh
 here=$(dirname "$0")

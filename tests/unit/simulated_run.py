@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from skylite.config.train import Resolved, TrainConfig
+from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.interface import Sampling
@@ -30,6 +30,7 @@ from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, RunDir
 from skylite.types import Call, Prompt, Score
 from skylite.ui.dashboard import Screen
+from tests.decisions import resolved
 from tests.logs import logged_messages
 from tests.unit.data_cases import prompt
 from tests.unit.engine_cases import BASE, POLICY, publish
@@ -186,13 +187,7 @@ def plan_of(
     return RunPlan(
         run=run,
         config=TrainConfig.model_validate(config),
-        resolved=Resolved(
-            model_path="m",
-            model_fingerprint="f",
-            dtype="float32",
-            device="cpu",
-            lora_sync_path=str(run.default_adapters.resolve()),
-        ),
+        resolved=resolved(Path("m"), run.default_adapters.resolve()),
         train=PROMPTS,
         held_out=PROMPTS[:2] if eval_every else [],
         rewards=("math",),

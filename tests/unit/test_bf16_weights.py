@@ -20,7 +20,8 @@ from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.policy import load_policy
 from skylite.model.process_group import Dist
 from tests.cases import PROBE, gradients_after_step, policy_of
-from tests.small_run import lone_rank, resolved, settings
+from tests.decisions import resolved
+from tests.small_run import lone_rank, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 Module = TypeVar("Module", bound=nn.Module)

@@ -15,13 +15,14 @@ from skylite.cli.prepare import prepare_data as prepare
 from skylite.config.loading import change_config
 from skylite.config.provenance import NOTHING_TYPED
 from skylite.config.rollout import DataConfig
-from skylite.config.train import Resolved, RunConfig
+from skylite.config.train import RunConfig
 from skylite.data.chat_tokenizer import MAX_BYTES, ChatTemplate, load_tokenizer, read_template
 from skylite.data.prompts import read_prompts
 from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError, ModelError
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Message
+from tests.decisions import resolved
 from tests.settings import load_config, typed
 from tests.unit.bad_inputs import call, printed_json
 from tests.unit.engine_cases import PUBLIC
@@ -186,15 +187,8 @@ def test_serve_never_takes_a_template_for_a_path(tmp_path: Path) -> None:
 
 def test_an_evaluation_uses_the_template_of_the_run(tmp_path: Path) -> None:
     recorded = load_config(None, {}, ["data.chat_template=gone.jinja", "data.template_args.a=1"])
-    resolved = Resolved(
-        model_path="m",
-        model_fingerprint="f",
-        dtype="float32",
-        device="cpu",
-        lora_sync_path="a",
-        chat_template=THINKING,
-    )
-    run = RunConfig(skylite_version="1", config=recorded, resolved=resolved)
+    decided = resolved(Path("m"), Path("a"), model={"chat_template": THINKING})
+    run = RunConfig(skylite_version="1", config=recorded, resolved=decided)
     adapter = ServedAdapter(
         adapter=AdapterVersion(1, tmp_path),
         base_model="m",

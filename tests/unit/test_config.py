@@ -10,6 +10,7 @@ from skylite.config.provenance import parse_value
 from skylite.config.train import TrainConfig
 from skylite.engine.vllm.memory import LORA_RANKS, served_rank
 from skylite.errors import ConfigError
+from tests.decisions import resolved
 from tests.settings import load_config
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
@@ -176,14 +177,8 @@ def test_explicit_settings_override_the_named_algorithm() -> None:
 
 
 def test_a_run_of_another_version_is_not_reported_as_damaged(tmp_path: Path) -> None:
-    resolved = {
-        "model_path": "m",
-        "model_fingerprint": "f",
-        "dtype": "float32",
-        "device": "cpu",
-        "lora_sync_path": "s",
-    }
-    tree = {"skylite_version": "0", "config": {"grpo": {"kl_coef": 0.0}}, "resolved": resolved}
+    decided = resolved(Path("m"), Path("s")).model_dump(mode="json")
+    tree = {"skylite_version": "0", "config": {"grpo": {"kl_coef": 0.0}}, "resolved": decided}
     (tmp_path / "config.json").write_text(json.dumps(tree))
     with pytest.raises(
         ConfigError, match=r"does not fit this skylite .*config\.grpo.*made by another version"

@@ -26,9 +26,10 @@ from skylite.trainer.checkpoint import load_checkpoint, save_checkpoint
 from skylite.trainer.critic import Critic, make_critic, predict_values
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from tests.cases import train_rows
+from tests.decisions import resolved
 from tests.reference import reference_before, reference_loss
 from tests.rows import completions_of, random_samples, write_samples
-from tests.small_run import lone_rank, resolved, settings
+from tests.small_run import lone_rank, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 PROBE = list(range(20, 40))

@@ -67,7 +67,7 @@ def test_the_choices_are_in_config_json(tmp_path: Path) -> None:
     for part in (
         "tokens_per_micro_batch=2048: larger",
         "CPU threads per rank: ",
-        f"dtype {recorded.resolved.dtype}",
+        f"dtype {recorded.resolved.placement.dtype}",
     ):
         assert part in notes
 

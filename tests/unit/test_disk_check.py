@@ -20,8 +20,9 @@ from skylite.run.files import RESERVE_BYTES, atomic_file, require_space, swap_pa
 from skylite.run.metrics_file import append_metrics
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import save_rejected_step
+from tests.decisions import resolved
 from tests.logs import logged_messages
-from tests.small_run import resolved, settings
+from tests.small_run import settings
 from tests.unit.run_cases import make_adapter
 
 

@@ -150,7 +150,7 @@ def test_a_template_that_writes_the_time_sees_the_start_of_the_run(tmp_path: Pat
     assert any("the chat template writes the time" in str(note) for note in begun.resolved.notes)
     write_run(begun)
     again = run_template(plan_resume(begun.run).run_config)
-    assert again.now == begun.resolved.template_time is not None
+    assert again.now == begun.resolved.model.template_time is not None
     quiet = plan(tmp_path / "other", tiny_llama)
     assert not any("writes the time" in str(note) for note in quiet.resolved.notes)
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
+from skylite.config.resolved import MemoryPlan
 from skylite.config.train import TrainConfig
 from skylite.processes.gpus import Gpu
 from skylite.resources.gpu_memory_plan import (
     EngineMemory,
-    MemoryBudget,
     TrainerMemory,
     divide_gpus,
     engine_memory,
     trainer_memory,
 )
-from skylite.resources.gpu_placement import Placement
+from skylite.resources.gpu_placement import GpuChoice
 from skylite.resources.model_sizes import model_sizes
 from tests.unit.doc_scripts import script
 
@@ -36,9 +36,10 @@ def predict(folder: Path, shape: str, config: TrainConfig) -> tuple[TrainerMemor
 
 def divide(
     config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory, mib: list[int], engines: list[int]
-) -> MemoryBudget:
+) -> MemoryPlan:
     gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, size * MIB, "", False) for i, size in enumerate(mib)}
-    return divide_gpus(config, trainer, engine, Placement(rank_gpus=[0], engine_gpus=engines, notes=[]), gpus)
+    choice = GpuChoice(rank_gpus=[0], engine_gpus=engines, notes=[])
+    return divide_gpus(config, trainer, engine, choice, gpus)[0]
 
 
 def settings(**engine: Any) -> TrainConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.config.train import Resolved, TrainConfig
+from skylite.config.train import TrainConfig
 from skylite.engine.interface import Engine
 from skylite.engine.start_engines import engines_for_modules, start_engines
 from skylite.engine.vllm.launcher import VllmLauncher
@@ -15,6 +15,7 @@ from skylite.engine.watchdog import RestartPolicy
 from skylite.processes.child import Supervisor
 from skylite.rollout.plan import RunPlan
 from skylite.run.run_dir import AdapterVersion, RunDir
+from tests.decisions import resolved
 from tests.logs import logged_messages
 
 SERVER = """
@@ -40,13 +41,10 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPlan:
         (folder / "__init__.py").touch()
     (package / "api_server.py").write_text(SERVER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
-    resolved = Resolved(
-        model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path="a"
-    )
     return RunPlan(
         run=RunDir(tmp_path / "run"),
         config=TrainConfig(),
-        resolved=resolved,
+        resolved=resolved(Path("m"), Path("a")),
         train=[],
         held_out=[],
         rewards=("math",),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from skylite.config.train import Resolved, TrainConfig
+from skylite.config.train import TrainConfig
 from skylite.engine.engine_pool import EnginePool
 from skylite.environments.source import GroupRequest, OnGroup
 from skylite.errors import RunFailed
@@ -21,6 +21,7 @@ from skylite.rollout.session_resources import Session
 from skylite.run.run_dir import AdapterVersion, RunDir
 from skylite.types import Call, Group, Prompt, Trajectory
 from skylite.ui.dashboard import Screen
+from tests.decisions import resolved
 from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt, make_request
 
 RAISES = """
@@ -66,12 +67,15 @@ def sampled(folder: Path, fails: set[int]) -> SampledStep:
             "rollout": {"prompts_per_step": 4, "group_size": 2},
         }
     )
-    resolved = Resolved(
-        model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path="a"
-    )
     run, prompts = RunDir(folder), [make_prompt(i) for i in range(14)]
     plan = RunPlan(
-        run=run, config=config, resolved=resolved, train=prompts, held_out=[], rewards=(), first_step=1
+        run=run,
+        config=config,
+        resolved=resolved(Path("m"), Path("a")),
+        train=prompts,
+        held_out=[],
+        rewards=(),
+        first_step=1,
     )
     session = Session(
         plan=plan,

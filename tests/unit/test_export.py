@@ -87,7 +87,7 @@ def test_the_model_card_describes_the_run(run: RunDir, out: Path) -> None:
 def change_config(run: RunDir, **sections: dict[str, Any]) -> None:
     tree = json.loads(run.config_path.read_text(encoding="utf-8"))
     for section, values in sections.items():
-        where = tree["resolved"] if section == "resolved" else tree["config"][section]
+        where = tree["resolved"]["model"] if section == "model" else tree["config"][section]
         where.update(values)
     run.config_path.write_text(json.dumps(tree), encoding="utf-8")
 
@@ -95,11 +95,11 @@ def change_config(run: RunDir, **sections: dict[str, Any]) -> None:
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("merge", [False, True])
 def test_an_export_renders_prompts_as_the_run(run: RunDir, out: Path, *, own: bool, merge: bool) -> None:
-    base = AutoTokenizer.from_pretrained(read_run_config(run.config_path).resolved.model_path)
+    base = AutoTokenizer.from_pretrained(read_run_config(run.config_path).resolved.model.path)
     args = {"mood": "calm", "loud": False, "tries": 2}
     text = "{{ mood }} {{ loud }} {{ tries }} {% for m in messages %}{{ m.content }};{% endfor %}"
     used = text if own else base.chat_template
-    change_config(run, data={"template_args": args}, resolved={"chat_template": text if own else None})
+    change_config(run, data={"template_args": args}, model={"chat_template": text if own else None})
     export(plan_export(flags(run, out=out, merge=merge)), launcher=None)
     found = AutoTokenizer.from_pretrained(out)
     chat = [{"role": "user", "content": "1 + 1?"}]
@@ -150,7 +150,7 @@ def test_merged_weights_are_the_rounded_sum(run: RunDir, out: Path, dtype: str) 
     limit = 1e-4 if dtype == "float32" else 0.1
     torch.testing.assert_close(logprobs_of(model.float()), trainer_logprobs(run, 2), atol=limit, rtol=0)
 
-    base = load_file(Path(read_run_config(run.config_path).resolved.model_path) / "model.safetensors")
+    base = load_file(read_run_config(run.config_path).resolved.model.path / "model.safetensors")
     adapter = load_file(run.default_adapters / "policy-v000002" / "adapter_model.safetensors")
     name = "model.layers.0.self_attn.q_proj"
     a, b = (adapter[f"base_model.model.{name}.lora_{x}.weight"] for x in "AB")
@@ -214,7 +214,7 @@ def flip_sign(run: RunDir) -> None:
 
 def change_base(run: RunDir) -> None:
     """Another base model where the run's was, with a manifest that fits it: only the canary can notice."""
-    model = Path(read_run_config(run.config_path).resolved.model_path)
+    model = read_run_config(run.config_path).resolved.model.path
     tensors = load_file(model / "model.safetensors")
     save_file({k: v * 1.02 for k, v in tensors.items()}, model / "model.safetensors", {"format": "pt"})
     path = run.default_adapters / "policy-v000002" / "manifest.json"
@@ -276,7 +276,7 @@ def test_a_folder_that_holds_the_base_is_refused_in_16_bits(
     run: RunDir, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounding cannot explain it: what the rounded weights compute is known."""
-    base = Path(read_run_config(run.config_path).resolved.model_path)
+    base = read_run_config(run.config_path).resolved.model.path
     monkeypatch.setattr(export_weights, "load_float32", lambda _: load_float32(base))
     with pytest.raises(RunFailed, match="merged weights in bfloat16 compute other logprobs"):
         export(plan_export(flags(run, out=out, merge=True, dtype="bfloat16")), launcher=None)

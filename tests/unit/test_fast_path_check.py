@@ -15,7 +15,8 @@ from skylite.model.fast_path_check import TOLERANCE, enable_shortcuts
 from skylite.model.float32_arithmetic import Float32Arithmetic, row_dot
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
-from tests.small_run import lone_rank, resolved, settings
+from tests.decisions import resolved
+from tests.small_run import lone_rank, settings
 from tests.tiny_models import make_tiny_model
 from tests.wrong_structures import WRONG, tree_gap, wrong_norm_gap
 
@@ -32,7 +33,7 @@ def dist() -> Iterator[Dist]:
 def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, dist: Dist) -> Policy:
     """A bfloat16 policy of a tiny random model."""
     model = make_tiny_model(tmp_path_factory.mktemp("model") / request.param, request.param)
-    in_bf16 = resolved(model, model).model_copy(update={"dtype": "bfloat16"})
+    in_bf16 = resolved(model, model, placement={"dtype": "bfloat16"})
     return load_policy(in_bf16, settings(), dist)
 
 

@@ -19,12 +19,11 @@ from tests.unit.bad_inputs import Reply, call, snapshot
 from tests.unit.run_cases import begin, publish_adapter_0
 
 
-def claim(run: RunDir, **changes: str) -> None:
-    """Change the machine's paths in the run's config.json."""
+def claim(run: RunDir, lora_sync_path: str) -> None:
+    """Change the path in the run's config.json."""
     tree = json.loads(run.config_path.read_text())
-    tree["resolved"] |= changes
-    if "lora_sync_path" in changes:
-        tree["config"]["lora"]["lora_sync_path"] = changes["lora_sync_path"]
+    for section in (tree["resolved"]["identity"], tree["config"]["lora"]):
+        section["lora_sync_path"] = lora_sync_path
     run.config_path.write_text(json.dumps(tree))
 
 
@@ -49,7 +48,7 @@ def test_a_sync_folder_of_another_run_is_refused(tmp_path: Path, whose: str) -> 
         begin(tmp_path, "other", lora_sync_path=str(outside))
     else:
         (outside / ".policy-v000001.tmp-7").mkdir(parents=True)
-    claim(run, lora_sync_path=str(outside))
+    claim(run, str(outside))
     for message in refused_by_all(run, outside):
         assert f"names {outside} as its lora_sync_path" in message
         assert "move them away" in message
@@ -60,7 +59,7 @@ def test_a_sync_folder_of_another_run_is_refused(tmp_path: Path, whose: str) -> 
 )
 def test_a_sync_folder_that_is_no_absolute_path_is_refused(tmp_path: Path, path: str, words: str) -> None:
     run = begin(tmp_path)
-    claim(run, lora_sync_path=path)
+    claim(run, path)
     for message in refused_by_all(run, tmp_path / "outside"):
         assert words in message
 
@@ -142,7 +141,7 @@ def test_links_that_a_logger_leaves_are_no_links_of_the_run(tmp_path: Path) -> N
     (folder / "debug-internal.log").symlink_to(f"{logs.parent.name}/logs/debug-internal.log")
     require_own_folders(run, read_run_config(run.config_path))
     require_own_place(run.root, run.logs, run.loggers)
-    assert plan_resume(run).resolved.run_id is not None
+    assert plan_resume(run).resolved.identity.run_id is not None
 
 
 @pytest.mark.parametrize("name", ["wandb", "wandb.jsonl", "wandb.lock"])

@@ -18,7 +18,8 @@ from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms, gated
 from skylite.model.policy import load_policy
 from skylite.model.process_group import Dist
 from tests.cases import PROBE
-from tests.small_run import lone_rank, resolved, settings
+from tests.decisions import resolved
+from tests.small_run import lone_rank, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 SIZES = {

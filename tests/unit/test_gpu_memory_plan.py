@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from skylite.config.resolved import MemoryPlan
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.start_engines import engine_spec
 from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError
 from skylite.model.chunked_logprobs import BLOCK_ROWS, BLOCK_VOCAB, HEAD_CHUNK_ELEMENTS
+from skylite.notes import Note
 from skylite.processes.gpus import visible_gpus
 from skylite.resources.gpu_memory_plan import (
     HEAD_BLOCK_ROWS,
     HEAD_BLOCK_VOCAB,
     HEAD_CHUNK,
-    MemoryBudget,
     engine_memory,
     kv_cache_bytes,
     plan_memory,
@@ -29,6 +30,7 @@ from skylite.resources.gpu_memory_plan import (
 )
 from skylite.resources.gpu_placement import place
 from skylite.resources.model_sizes import model_sizes
+from tests.decisions import changed
 from tests.unit.gpu_cases import H200, RESOLVED, T4, Machine
 
 HIDDEN, INNER, KEYS, VOCAB, LAYERS, RANK = 64, 192, 32, 500, 3, 4
@@ -81,7 +83,9 @@ def config(**sections: Any) -> TrainConfig:
     return TrainConfig.model_validate(tree | sections)
 
 
-def plan(machine: Machine, gpus: list[str], folder: Path, settings: TrainConfig) -> MemoryBudget:
+def plan(
+    machine: Machine, gpus: list[str], folder: Path, settings: TrainConfig
+) -> tuple[MemoryPlan, list[Note]]:
     machine.lists(*gpus)
     machine.has_torch()
     return plan_memory(settings, folder, "cuda", "bfloat16", "dense", place(settings, "cuda"))
@@ -176,7 +180,7 @@ def test_an_engine_is_predicted_from_the_shapes(tmp_path: Path) -> None:
 def test_engine_and_trainer_together_fit_the_gpu(machine: Machine, tmp_path: Path, gpus: int) -> None:
     settings = config(engine={"gpu_memory_utilization": 0.4})
     folder = model(tmp_path / "m", 40)
-    budget = plan(machine, [H200] * gpus, folder, settings)
+    budget, notes = plan(machine, [H200] * gpus, folder, settings)
     sizes = model_sizes(folder, settings.lora)
     engine = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
     trainer = trainer_memory(sizes, settings, "cuda", "bfloat16")
@@ -186,7 +190,7 @@ def test_engine_and_trainer_together_fit_the_gpu(machine: Machine, tmp_path: Pat
     assert budget.kv_cache_bytes == (128 * 4 + 1) * 64 * engine.kv_per_token
     used = engine.before_kv() + budget.kv_cache_bytes
     assert budget.trainer_bytes + trainer.process == FREE - (used if gpus == 1 else 0)
-    assert str(budget.notes[0]).startswith(f"memory of an engine: {used / GIB:.1f} GiB (weights ")
+    assert str(notes[0]).startswith(f"memory of an engine: {used / GIB:.1f} GiB (weights ")
 
 
 def test_one_sequence_fits_beside_the_block_that_vllm_holds_back(tmp_path: Path) -> None:
@@ -205,7 +209,7 @@ def test_one_sequence_fits_beside_the_block_that_vllm_holds_back(tmp_path: Path)
 def test_two_engines_beside_a_rank_leave_it_less(machine: Machine, tmp_path: Path) -> None:
     folder = model(tmp_path / "m", 40)
     one, two = (
-        plan(machine, [H200], folder, config(engine={"num_engines": n, "gpu_memory_utilization": 0.3}))
+        plan(machine, [H200], folder, config(engine={"num_engines": n, "gpu_memory_utilization": 0.3}))[0]
         for n in (1, 2)
     )
     assert one.kv_cache_bytes == two.kv_cache_bytes
@@ -220,10 +224,10 @@ def test_a_rank_gets_what_others_and_the_driver_leave_free(
 ) -> None:
     """On two GPUs, rank 0 has GPU 0 for itself, and the others are there."""
     folder, used = model(tmp_path / "m", 40), [30_000, 4][:gpus]
-    alone = plan(machine, [H200] * gpus, folder, config())
+    alone, _ = plan(machine, [H200] * gpus, folder, config())
     machine.lists(*[H200] * gpus, used_mib=used, reserved_mib=600, processes=["41, 29000, python3"])
     placement = place(config(), "cuda")
-    beside = plan_memory(config(), folder, "cuda", "bfloat16", "dense", placement)
+    beside, _ = plan_memory(config(), folder, "cuda", "bfloat16", "dense", placement)
     assert "warning: GPU 0 (NVIDIA H200) is not free: process 41 (python3) uses 28.3 GiB" in map(
         str, placement.notes
     )
@@ -247,7 +251,7 @@ def test_the_kv_cache_gets_what_is_left_of_a_small_share(machine: Machine, tmp_p
         rollout={"max_prompt_tokens": 8000, "max_completion_tokens": 8000},
     )
     folder = model(tmp_path / "m", 40)
-    budget = plan(machine, [H200], folder, settings)
+    budget, _ = plan(machine, [H200], folder, settings)
     engine = engine_memory(
         model_sizes(folder, settings.lora), settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense"
     )
@@ -282,15 +286,17 @@ def test_a_run_that_cannot_fit_is_refused(
 
 
 def test_a_gpu_of_unknown_size_has_no_budget(machine: Machine, tmp_path: Path) -> None:
-    budget = plan(machine, ["NVIDIA GB10, 12.1, [N/A], 580.95.05, [N/A]"], model(tmp_path / "m"), config())
+    budget, notes = plan(
+        machine, ["NVIDIA GB10, 12.1, [N/A], 580.95.05, [N/A]"], model(tmp_path / "m"), config()
+    )
     assert (budget.kv_cache_bytes, budget.trainer_bytes) == (None, None)
-    assert str(budget.notes[0]).startswith("warning: memory: nvidia-smi does not tell the size of a GPU")
+    assert str(notes[0]).startswith("warning: memory: nvidia-smi does not tell the size of a GPU")
 
 
 def test_vllm_is_started_with_the_budget(machine: Machine, tmp_path: Path) -> None:
     machine.lists(H200)
     assert visible_gpus()
-    resolved = RESOLVED.model_copy(update={"kv_cache_bytes": 123456789, "engine_share": 0.0123})
+    resolved = changed(RESOLVED, memory={"kv_cache_bytes": 123456789, "engine_share": 0.0123})
     run_config = RunConfig(skylite_version="1", config=config(), resolved=resolved)
     command = VllmLauncher().command(engine_spec(run_config, ["q_proj"], 0, tmp_path))
     assert command[command.index("--kv-cache-memory-bytes") + 1] == "123456789"

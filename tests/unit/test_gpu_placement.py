@@ -12,7 +12,8 @@ from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.start_engines import engine_spec
 from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError
-from skylite.resources.gpu_placement import Placement, place, place_again, place_ranks
+from skylite.resources.gpu_placement import GpuChoice, place, place_again, place_ranks
+from tests.decisions import changed
 from tests.unit.gpu_cases import H200, RESOLVED, T4, Machine
 
 
@@ -21,8 +22,10 @@ def config(ranks: int = 1, engines: int = 1, **engine: Any) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
-def recorded(ranks: int = 1, **update: Any) -> RunConfig:
-    return RunConfig(skylite_version="1", config=config(ranks), resolved=RESOLVED.model_copy(update=update))
+def recorded(ranks: int = 1, **placement: Any) -> RunConfig:
+    return RunConfig(
+        skylite_version="1", config=config(ranks), resolved=changed(RESOLVED, placement=placement)
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,7 @@ def test_what_does_not_fit_the_gpus_is_refused(machine: Machine, settings: Train
 
 
 def test_a_cpu_has_no_placement() -> None:
-    assert place(config(ranks=2), "cpu") == Placement(rank_gpus=[], engine_gpus=[], notes=[])
+    assert place(config(ranks=2), "cpu") == GpuChoice(rank_gpus=[], engine_gpus=[], notes=[])
     with pytest.raises(ConfigError, match=r"engine.gpus=\[0\] .* this run has none"):
         place(config(gpus=[0]), "cpu")
 
@@ -168,7 +171,7 @@ def test_a_replay_needs_the_gpus_of_its_ranks(machine: Machine) -> None:
     machine.lists(H200, H200)
     machine.has_torch()
     machine.sees("1")
-    assert place_ranks(recorded()).resolved.rank_gpus == [1]
+    assert place_ranks(recorded()).resolved.placement.rank_gpus == [1]
     with pytest.raises(ConfigError, match=r"trainer.num_ranks=2 needs 2 GPUs"):
         place_ranks(recorded(ranks=2))
     on_cpu = recorded(ranks=2, device="cpu")

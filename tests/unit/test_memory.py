@@ -25,7 +25,8 @@ from skylite.trainer.micro_batch_memory import (
     with_micro_batch_tokens,
 )
 from tests.cases import policy_of
-from tests.small_run import lone_rank, resolved, settings
+from tests.decisions import resolved
+from tests.small_run import lone_rank, settings
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ def rank_note_of_7b(machine: Machine, folder: Path, config: TrainConfig, *cards:
     machine.has_torch()
     folder.mkdir(exist_ok=True)
     model = script("generate_gpu_fit").write_shapes(folder, "7B")
-    return plan_memory(config, model, "cuda", "bfloat16", "dense", place(config, "cuda")).notes[1]
+    return plan_memory(config, model, "cuda", "bfloat16", "dense", place(config, "cuda"))[1][1]
 
 
 def note_of_7b(machine: Machine, folder: Path, config: TrainConfig, *cards: str) -> str:
@@ -111,9 +111,9 @@ def cpu_note(patch: pytest.MonkeyPatch, folder: Path, free_gib: float, **section
     patch.setattr(gpu_memory_plan, "available_memory", lambda: int(free_gib * GIB))
     folder.mkdir(exist_ok=True)
     model, config = script("generate_gpu_fit").write_shapes(folder, "0.5B"), settings(**sections)
-    budget = plan_memory(config, model, "cpu", "float32", "dense", place(config, "cpu"))
+    budget, notes = plan_memory(config, model, "cpu", "float32", "dense", place(config, "cpu"))
     assert (budget.kv_cache_bytes, budget.trainer_bytes) == (None, None)
-    return str(budget.notes[0])
+    return str(notes[0])
 
 
 def test_a_cpu_run_tells_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from skylite.rollout.session_resources import LONGEST_PROMPTS, longest_prompt_to
 from skylite.trainer import micro_batch_memory
 from skylite.trainer.micro_batch_memory import SAFETY, measure_micro_batch_tokens
 from tests.cases import policy_of
-from tests.small_run import lone_rank, resolved, settings
+from tests.decisions import resolved
+from tests.small_run import lone_rank, settings
 from tests.unit.data_cases import prompt
 
 
@@ -134,7 +135,7 @@ def test_on_a_gpu_the_rest_of_the_ranks_share_is_free(
     gpu = torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "memory_allocated", {gpu: 10_000}.__getitem__)
     monkeypatch.setattr(torch.cuda, "mem_get_info", {gpu: (60_000, 200_000)}.__getitem__)
-    found = resolved(Path(), Path()).model_copy(update={"device": "cuda", "trainer_memory_bytes": share})
+    found = resolved(Path(), Path(), placement={"device": "cuda"}, memory={"trainer_bytes": share})
     run_config = RunConfig(skylite_version="test", config=settings(), resolved=found)
     policy = cast("Policy", SimpleNamespace(device=gpu))
     assert measure_micro_batch_tokens(policy, run_config, 50, dist)[0] == tokens

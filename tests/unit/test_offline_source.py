@@ -188,7 +188,7 @@ def test_rows_over_the_limit_are_refused_or_left_out(tmp_path: Path) -> None:
     filtering = {"filter_overlong_prompts": True}
     left = plan_of(tmp_path, "sft", tmp_path / "data", rollout=short, data_section=filtering)
     assert 2 <= len(left.train) < 12
-    assert len(left.resolved.dropped_prompts) == 12 - len(left.train)
+    assert len(left.resolved.identity.dropped_prompts) == 12 - len(left.train)
 
 
 def test_data_of_another_kind_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from skylite.config.train import Resolved, TrainConfig
+from skylite.config.train import TrainConfig
 from skylite.errors import ModelError, TrainingDiverged
 from skylite.model.policy import REF, Policy, adapter_params, load_policy
 from skylite.model.process_group import Dist
@@ -19,8 +19,9 @@ from skylite.trainer.canary import canary_logprobs, check_reference
 from skylite.trainer.checkpoint import load_checkpoint, save_checkpoint
 from skylite.trainer.publish_adapter import adapter_tensors
 from tests.cases import optimizer_of, policy_of, train_rows
+from tests.decisions import resolved
 from tests.rows import random_samples
-from tests.small_run import lone_rank, resolved, settings
+from tests.small_run import lone_rank, settings
 
 SEQUENCES = [list(range(20, 40)), list(range(60, 75))]
 
@@ -40,8 +41,7 @@ def stage_one(tiny_llama: Path, tmp_path: Path, dist: Dist) -> Path:
 
 
 def warm(model: Path, adapter: Path, config: TrainConfig, dist: Dist) -> Policy:
-    where: Resolved = resolved(model, model).model_copy(update={"warm_start": str(adapter)})
-    return load_policy(where, config, dist)
+    return load_policy(resolved(model, model, identity={"warm_start": adapter}), config, dist)
 
 
 def warm_settings(adapter: Path, **algorithm: Any) -> TrainConfig:

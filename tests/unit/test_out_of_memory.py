@@ -22,8 +22,9 @@ from skylite.run.run_dir import RunDir
 from skylite.trainer.critic import make_critic, predict_values
 from skylite.trainer.micro_batch_memory import halve_micro_batches, resolve_micro_batch_tokens
 from tests.cases import policy_of
+from tests.decisions import resolved
 from tests.rows import completions_of
-from tests.small_run import lone_rank, resolved, settings
+from tests.small_run import lone_rank, settings
 from tests.tiny_models import make_tiny_model
 
 

@@ -28,8 +28,9 @@ from tests.cases import (
     relative_difference,
     train_rows,
 )
+from tests.decisions import resolved
 from tests.rows import completions_of, random_samples
-from tests.small_run import lone_rank, resolved, settings
+from tests.small_run import lone_rank, settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 

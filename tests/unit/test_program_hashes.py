@@ -99,14 +99,14 @@ def test_the_trainer_runs_the_content_that_was_checked(here: Path, tiny_llama: P
     config = load_config(None, {"model.name": str(tiny_llama), "data.path": "data"}, settings)
     write_run(plan_run(config, RunDir(here / "run")))
     recorded = read_run_config(RunDir(here / "run").config_path)
-    assert set(recorded.resolved.programs) == {f"{here}/own.py:f", f"{here}/mine.py:f"}
+    assert set(recorded.resolved.trust.programs) == {f"{here}/own.py:f", f"{here}/mine.py:f"}
     (here / "mine.py").write_text(BAD)
     with pytest.raises(ConfigError, match=r"mine\.py has changed since skylite checked it"):
-        user_functions.load_functions(config.algorithm, recorded.resolved.programs)
+        user_functions.load_functions(config.algorithm, recorded.resolved.trust.programs)
     with pytest.raises(ConfigError, match=r"names the advantage \S+mine.py:f, .* has changed"):
         plan_resume(RunDir(here / "run"))
     named = plan_resume(RunDir(here / "run"), typed({}, ["algorithm.advantage=mine.py:f"]))
-    assert named.resolved.programs != recorded.resolved.programs
+    assert named.resolved.trust.programs != recorded.resolved.trust.programs
     assert not (here / "ran").exists()
 
 
@@ -119,7 +119,7 @@ def test_a_hash_in_a_runs_config_is_not_trusted(here: Path, tiny_llama: Path) ->
     write_run(plan_run(config, run))
     (here / "own.py").write_text(BAD)
     tree = json.loads(run.config_path.read_text())
-    tree["resolved"]["programs"] = {f"{here}/own.py:f": "0" * 64}
+    tree["resolved"]["trust"]["programs"] = {f"{here}/own.py:f": "0" * 64}
     run.config_path.write_text(json.dumps(tree))
     with pytest.raises(ConfigError, match="has changed"):
         plan_resume(run)

@@ -14,7 +14,8 @@ from skylite.config.train import RunConfig
 from skylite.errors import SyncFailed
 from skylite.trainer.publish_adapter import adapter_tensors, publish
 from tests.cases import policy_of
-from tests.small_run import lone_rank, resolved, settings
+from tests.decisions import resolved
+from tests.small_run import lone_rank, settings
 
 CANARY = Canary(sequences=[[1, 2]], policy_logprobs=[[-0.5]], base_logprobs=[[-0.5]])
 

@@ -26,7 +26,8 @@ from skylite.trainer.loop import write_step_file
 from skylite.ui.dashboard import Screen
 from skylite.ui.logs import configure_logging
 from tests.cases import PROBE
-from tests.small_run import lone_rank, resolved, settings
+from tests.decisions import resolved
+from tests.small_run import lone_rank, settings
 from tests.unit.simulated_run import plan_of
 from tests.wrong_structures import WRONG
 

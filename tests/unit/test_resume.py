@@ -174,7 +174,7 @@ def test_a_hub_model_that_left_the_cache_is_loaded_again_at_its_revision(
 ) -> None:
     tree = json.loads(run.config_path.read_text())
     tree["config"]["model"]["name"] = "owner/name"
-    tree["resolved"] |= {"model_revision": "0123abcd", "model_path": str(tmp_path / "gone")}
+    tree["resolved"]["model"] |= {"revision": "0123abcd", "path": str(tmp_path / "gone")}
     run.config_path.write_text(json.dumps(tree))
     asked: list[str | None] = []
 
@@ -184,5 +184,5 @@ def test_a_hub_model_that_left_the_cache_is_loaded_again_at_its_revision(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     resumed, _ = plan(run)
-    assert resumed.resolved.model_path == str(tmp_path / "model")
+    assert resumed.resolved.model.path == tmp_path / "model"
     assert asked == ["0123abcd"]

@@ -24,8 +24,9 @@ from skylite.trainer.rollout_gaps import depth_edges, rollout_gaps
 from skylite.trainer.step import train_step
 from skylite.trainer.trainer import Trainer, make_algorithm
 from skylite.types import Call, Group
+from tests.decisions import resolved
 from tests.rows import Row, groups_of
-from tests.small_run import lone_rank, resolved, settings
+from tests.small_run import lone_rank, settings
 from tests.tiny_models import make_tiny_model
 
 WINDOW = 64

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from skylite.config.train import Resolved, TrainConfig
+from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool, SyncReport
@@ -28,6 +28,7 @@ from skylite.run.rollout_file import read_examples, write_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir
 from skylite.types import Call, Group, Prompt, Score, Trajectory
 from skylite.ui.dashboard import Screen
+from tests.decisions import resolved
 from tests.logs import logged_messages
 from tests.small_run import settings
 from tests.unit.data_cases import prompt
@@ -177,12 +178,15 @@ def sampled_step(
     """Step 3 on a fake engine: the sampled step, the requests, the log."""
     settings = {"prompts_per_step": 4, "group_size": 2, "max_completion_tokens": 10} | (rollout or {})
     config = TrainConfig.model_validate({"algorithm": algorithm, "rollout": settings})
-    resolved = Resolved(
-        model_path="m", model_fingerprint="f", dtype="float32", device="cpu", lora_sync_path="a"
-    )
     run, engine = RunDir(folder), FakeEngine()
     plan = RunPlan(
-        run=run, config=config, resolved=resolved, train=PROMPTS, held_out=[], rewards=("math",), first_step=1
+        run=run,
+        config=config,
+        resolved=resolved(Path("m"), Path("a")),
+        train=PROMPTS,
+        held_out=[],
+        rewards=("math",),
+        first_step=1,
     )
     screen = Screen(9, Console(file=io.StringIO()))
     session = Session(

@@ -17,7 +17,7 @@ from skylite.resources.gpu_memory_plan import (
     engine_memory,
     trainer_memory,
 )
-from skylite.resources.gpu_placement import Placement
+from skylite.resources.gpu_placement import GpuChoice
 from skylite.resources.model_sizes import model_sizes, sizes_of
 from tests.settings import load_config
 from tests.unit.doc_scripts import script
@@ -89,8 +89,8 @@ def test_the_documented_72b_fits_eight_gpus_of_80_gb(tmp_path: Path) -> None:
     engine = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
     gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, fit.GPUS["80 GB"] << 20, "", False) for i in range(8)}
     ranks = list(range(settings.trainer.num_ranks))
-    placement = Placement(rank_gpus=ranks, engine_gpus=list(range(len(ranks), len(ranks) + size)), notes=[])
-    notes = [*map(str, divide_gpus(settings, trainer, engine, placement, gpus).notes)]
+    placement = GpuChoice(rank_gpus=ranks, engine_gpus=list(range(len(ranks), len(ranks) + size)), notes=[])
+    notes = [*map(str, divide_gpus(settings, trainer, engine, placement, gpus)[1])]
     found = [re.search(r"(?:GPUs: |about )(\S+) GiB", note) for note in notes]
     sums = [match[1] for match in found if match]
     assert f"{sums[0]} GiB on each GPU of the engine, and\n{sums[1]} GiB on each of the trainer" in page

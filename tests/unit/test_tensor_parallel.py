@@ -23,6 +23,7 @@ from skylite.resources.gpu_memory_plan import engine_memory, plan_memory
 from skylite.resources.gpu_placement import place
 from skylite.resources.model_sizes import model_sizes
 from skylite.run.run_dir import AdapterVersion
+from tests.decisions import changed
 from tests.settings import typed
 from tests.unit.gpu_cases import H200, RESOLVED, Machine
 from tests.unit.test_gpu_memory_plan import FREE, RANK, config
@@ -67,7 +68,7 @@ def test_the_plan_shows_which_gpus_share_a_model(machine: Machine) -> None:
 
 
 def test_each_engine_sees_its_gpus_only() -> None:
-    resolved = RESOLVED.model_copy(update={"engine_gpus": [4, 5, 6, 7]})
+    resolved = changed(RESOLVED, placement={"engine_gpus": [4, 5, 6, 7]})
     tree = {"engine": {"num_engines": 2, "tensor_parallel": 2}}
     run_config = RunConfig(skylite_version="1", config=TrainConfig.model_validate(tree), resolved=resolved)
     specs = [engine_spec(run_config, ["q_proj"], i, Path("sockets")) for i in range(2)]
@@ -178,13 +179,13 @@ def test_ranks_and_a_divided_engine_share_their_gpus(machine: Machine, tmp_path:
     settings = config(trainer={"num_ranks": 2}, engine={"tensor_parallel": 2})
     folder = headed(tmp_path / "m", 40, num_attention_heads=320, num_key_value_heads=160)
     placement = place(settings, "cuda")
-    budget = plan_memory(settings, folder, "cuda", "bfloat16", "dense", placement)
+    budget, notes = plan_memory(settings, folder, "cuda", "bfloat16", "dense", placement)
     sizes = model_sizes(folder, settings.lora)
     engine = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
     assert budget.kv_cache_bytes == (128 * 4 + 1) * 64 * engine.kv_per_token, "blocks of 64 tokens"
     assert budget.trainer_bytes is not None
     assert budget.trainer_bytes + (1 << 30) == FREE - engine.before_kv() - budget.kv_cache_bytes
-    assert budget.notes[0].text.startswith("memory of an engine on each of its 2 GPUs: ")
+    assert notes[0].text.startswith("memory of an engine on each of its 2 GPUs: ")
 
 
 def test_a_run_whose_model_cannot_be_divided_is_refused(machine: Machine, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from skylite.config.resolved import MemoryPlan
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.model import process_group
@@ -23,6 +24,7 @@ from skylite.run.run_dir import RunDir
 from skylite.trainer import loop
 from skylite.trainer.micro_batch_memory import limit_gpu_memory
 from skylite.trainer.worker import run_trainer
+from tests.decisions import changed
 from tests.small_run import make_run, settings
 from tests.unit.gpu_cases import H200, RESOLVED, Machine
 from tests.unit.run_cases import write_data
@@ -56,7 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_torch_is_limited_to_the_share_of_the_rank(
     calls: list[Any], limit: int | None, device: torch.device, expected: list[Any]
 ) -> None:
-    limit_gpu_memory(RESOLVED.model_copy(update={"trainer_memory_bytes": limit}), device)
+    limit_gpu_memory(MemoryPlan(trainer_bytes=limit), device)
     assert calls == expected
 
 
@@ -93,7 +95,7 @@ def test_the_worker_limits_torch_before_it_loads_the_model(
 ) -> None:
     config = settings(trainer={"num_threads": torch.get_num_threads()})
     run = make_run(tmp_path / "run", tmp_path, config, {})
-    found = RESOLVED.model_copy(update={"trainer_memory_bytes": TOTAL // 2})
+    found = changed(RESOLVED, memory={"trainer_bytes": TOTAL // 2})
     run_config = RunConfig(skylite_version="test", config=config, resolved=found)
     run.config_path.write_text(run_config.model_dump_json())
     start_worker(run)
@@ -102,7 +104,7 @@ def test_the_worker_limits_torch_before_it_loads_the_model(
 
 def planned_bytes(config: TrainConfig, model: Path) -> int:
     """What the memory plan gives a rank on the machine as it is now."""
-    budget = plan_memory(config, model, "cuda", "bfloat16", "dense", place(config, "cuda"))
+    budget, _ = plan_memory(config, model, "cuda", "bfloat16", "dense", place(config, "cuda"))
     assert budget.trainer_bytes is not None
     return budget.trainer_bytes
 
@@ -121,7 +123,7 @@ def test_a_run_and_its_resume_record_what_the_plan_gives_a_rank(
     run = RunDir(tmp_path / "run")
     first = plan_run(config, run)
     expected = planned_bytes(first.config, tiny_llama)
-    assert first.resolved.trainer_memory_bytes == expected
+    assert first.resolved.memory.trainer_bytes == expected
     write_run(first)
     machine.lists(H200, used_mib=30_004)
-    assert plan_resume(run).resolved.trainer_memory_bytes == expected - (30_000 << 20)
+    assert plan_resume(run).resolved.memory.trainer_bytes == expected - (30_000 << 20)

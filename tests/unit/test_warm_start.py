@@ -217,14 +217,11 @@ def test_the_run_owns_a_copy_and_resumes_without_the_source_folder(root: Path) -
     write_run(plan_run(config(root, adapter), run))
     shutil.rmtree(adapter)
     assert {p.name: p.read_bytes() for p in run.warm_start.iterdir()} == files
-    assert read_run_config(run.config_path).resolved.warm_start == str(run.warm_start)
+    assert read_run_config(run.config_path).resolved.identity.warm_start == run.warm_start
 
     moved = RunDir(run.root.rename(root / "moved"))
-    resolved = plan_resume(moved).resolved
-    assert (resolved.warm_start, resolved.lora_sync_path) == (
-        str(moved.warm_start),
-        str(moved.default_adapters),
-    )
+    identity = plan_resume(moved).resolved.identity
+    assert (identity.warm_start, identity.lora_sync_path) == (moved.warm_start, moved.default_adapters)
 
 
 def test_a_run_without_a_warm_start_has_none(root: Path) -> None:
@@ -232,7 +229,7 @@ def test_a_run_without_a_warm_start_has_none(root: Path) -> None:
     run = RunDir(root / "run")
     write_run(plan_run(cold, run))
     assert not run.warm_start.exists()
-    assert read_run_config(run.config_path).resolved.warm_start is None
+    assert read_run_config(run.config_path).resolved.identity.warm_start is None
 
 
 def test_existing_files_in_place_of_the_copy_are_never_deleted(root: Path) -> None:

@@ -25,7 +25,8 @@ from skylite.hub.resolve import tensor_shapes
 from skylite.model.policy import load_policy
 from skylite.run.run_dir import RunDir
 from skylite.trainer.publish_adapter import adapter_tensors
-from tests.small_run import lone_rank, resolved
+from tests.decisions import resolved
+from tests.small_run import lone_rank
 
 RANK, ALPHA = 8, 16
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -130,7 +131,7 @@ def test_version_0_has_the_bits_of_the_adapter_and_nobody_types_its_settings(
 
     run = RunDir(tmp_path / "run")
     copy_warm_start(adapter, run)
-    started = resolved(tiny_llama, tmp_path).model_copy(update={"warm_start": str(run.warm_start)})
+    started = resolved(tiny_llama, tmp_path, identity={"warm_start": run.warm_start})
     with lone_rank() as dist:
         published = adapter_tensors(load_policy(started, config, dist))
     given = [torch.from_numpy(v.astype(np.float32)) for _, v in sorted(load_file(adapter / WEIGHTS).items())]

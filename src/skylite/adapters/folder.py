@@ -77,7 +77,7 @@ def _served(adapter: AdapterVersion, run: RunDir | None, config: RunConfig | Non
             f"{adapter.path} names a matrix {found.odd_name}, as neither PEFT nor an engine does.",
             "A run that starts from it (train --from-adapter) publishes it with the usual names.",
         )
-    base_model = config.resolved.model_path if config is not None else found.base_model
+    base_model = str(config.resolved.model.path) if config is not None else found.base_model
     return ServedAdapter(
         adapter=adapter,
         base_model=base_model,

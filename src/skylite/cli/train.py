@@ -160,7 +160,7 @@ def _start(
         logger.info(ready_text(plan))
         return True
     # Lock before writing: of two processes that start at once, one must see the lock of the other.
-    with lock_run(plan.run.root, Path(plan.resolved.lora_sync_path), config.lora):
+    with lock_run(plan.run.root, plan.resolved.identity.lora_sync_path, config.lora):
         write_run(plan)
         with failures_recorded(plan), run_log(plan.run.log_path("skylite")):
             return asyncio.run(run_session(plan, resume=False, limit=limit))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -10,14 +9,14 @@ from pydantic import Field, field_validator, model_validator
 from skylite.config.algorithm import SOURCES, AlgorithmConfig, CriticConfig, ImportanceConfig
 from skylite.config.base_section import LENGTH, SAFETY, UPDATE, WHAT, Flag, Section
 from skylite.config.checkpoint import CheckpointConfig, EvalConfig, StopConfig
-from skylite.config.engine import CpuLora, EngineConfig
+from skylite.config.engine import EngineConfig
 from skylite.config.environment import EnvConfig
 from skylite.config.log import LogConfig
 from skylite.config.lora import LoraConfig
 from skylite.config.optim import OptimConfig
+from skylite.config.resolved import Resolved
 from skylite.config.rollout import DataConfig, RewardConfig, RolloutConfig
 from skylite.config.source import SourceFacts, source_of
-from skylite.notes import Note
 
 LOWEST_USUAL_LR = 5e-6
 HIGHEST_USUAL_LR = 1e-3
@@ -243,59 +242,6 @@ class TrainConfig(Section):
                 "eval.every, to a multiple of checkpoint.every if that is set."
             )
         return self
-
-
-class Resolved(Section):
-    """What skylite found or chose on this machine; config.json records it, so that no choice is silent."""
-
-    model_path: str
-    """Local folder with config, tokenizer and safetensors."""
-    model_revision: str | None = None
-    """Commit of a model from the hub. A resume that finds `model_path` gone downloads this commit."""
-    model_fingerprint: str
-    """sha256 of the model: its config, tokenizer, chat templates and generation_config, and of each weight
-    file name, size, header and data samples."""
-    data_sha256: str | None = None
-    """sha256 of train.parquet, compared on resume; None: not compared."""
-    dtype: Literal["bfloat16", "float32"]
-    """Compute type of trainer and engine."""
-    device: Literal["cpu", "cuda"]
-    """Device of trainer and engine."""
-    chat_template: str | None = None
-    """Text of data.chat_template when the run started; the run and its evaluations use it."""
-    template_time: datetime | None = None
-    """The time that chat templates with strftime_now see in this run and its evaluations: its start."""
-    dropped_prompts: list[str] = []
-    """Ids of the prompts that data.filter_overlong_prompts left out."""
-    cpu_lora: CpuLora = "dense"
-    """How a CPU engine computes LoRA; not used on a GPU."""
-    rank_gpus: list[int] = []
-    """GPU of each rank, by nvidia-smi's numbers; empty on a CPU."""
-    engine_gpus: list[int] = []
-    """GPUs of the engines, engine.tensor_parallel for each in turn, by nvidia-smi's numbers; empty on a
-    CPU."""
-    kv_cache_bytes: int | None = None
-    """KV cache of each engine on each of its GPUs; None on a CPU (engine.kv_cache_gib) and if the GPU's size
-    is unknown."""
-    engine_share: float | None = None
-    """Share of its GPUs that must be free for an engine to start; None: engine.gpu_memory_utilization."""
-    trainer_memory_bytes: int | None = None
-    """What torch may allocate on each rank's GPU; None: no limit."""
-    lora_sync_path: str
-    """Absolute path of the folder that adapters are published in."""
-    run_id: str | None = None
-    """Random id that marks a lora_sync_path outside the run as its own (run/own_folders.py).
-
-    None: no mark.
-    """
-    programs: dict[str, str] = {}
-    """FILE.py:function -> sha256 of the file that the user allowed. Rewritten by every start of the run."""
-    warm_start: str | None = None
-    """The run's own copy of lora.from_adapter."""
-    choices: list[str] = []
-    """Which shortcuts the trainer uses for this model, and why (model/fast_path_check.py)."""
-    notes: list[Note] = []
-    """The choices and substitutions that skylite printed at the start."""
 
 
 class RunConfig(Section):

@@ -81,9 +81,9 @@ def run_template(recorded: RunConfig | None) -> ChatTemplate:
     if recorded is None:
         return ChatTemplate()
     return ChatTemplate(
-        text=recorded.resolved.chat_template,
+        text=recorded.resolved.model.chat_template,
         args=recorded.config.data.template_args,
-        now=recorded.resolved.template_time,
+        now=recorded.resolved.model.template_time,
     )
 
 

@@ -116,14 +116,14 @@ def _report_failure(supervisor: Supervisor, task: asyncio.Future[NoReturn]) -> N
 
 def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, sockets: Path) -> EngineSpec:
     """The settings of one engine of a run. `sockets` needs mode 0700: nothing else keeps other users out."""
-    config, resolved = run_config.config, run_config.resolved
-    size = config.engine.tensor_parallel
+    config, placement = run_config.config, run_config.resolved.placement
+    memory, size = run_config.resolved.memory, config.engine.tensor_parallel
     name = f"engine-{index}"
     return EngineSpec(
         name=name,
-        model_path=Path(resolved.model_path),
-        device=resolved.device,
-        dtype=resolved.dtype,
+        model_path=run_config.resolved.model.path,
+        device=placement.device,
+        dtype=placement.dtype,
         address=Address.of_socket(sockets / f"{name}.sock"),
         lora_rank=config.lora.rank,
         target_modules=target_modules,
@@ -131,12 +131,12 @@ def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, so
         max_model_len=config.max_sequence_tokens,
         max_num_seqs=config.engine.max_num_seqs,
         kv_cache_gib=config.engine.kv_cache_gib,
-        gpu_memory_utilization=resolved.engine_share or config.engine.gpu_memory_utilization,
-        cpu_lora=resolved.cpu_lora,
+        gpu_memory_utilization=memory.engine_share or config.engine.gpu_memory_utilization,
+        cpu_lora=placement.cpu_lora,
         seed=config.seed,
         shared_network=config.shared_network,
-        kv_cache_bytes=resolved.kv_cache_bytes,
-        gpus=tuple(resolved.engine_gpus[index * size : (index + 1) * size]),
+        kv_cache_bytes=memory.kv_cache_bytes,
+        gpus=tuple(placement.engine_gpus[index * size : (index + 1) * size]),
         tensor_parallel=size,
     )
 

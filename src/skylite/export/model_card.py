@@ -134,6 +134,7 @@ def about_rewards(config: TrainConfig, info: PromptFileInfo) -> str:
 
 
 def settings_table(plan: ExportPlan, config: TrainConfig) -> str:
+    placement = plan.run_config.resolved.placement
     rows = {
         "algorithm": config.algorithm.name,
         "steps": f"{plan.served.adapter.version} of {config.num_steps}",
@@ -148,7 +149,7 @@ def settings_table(plan: ExportPlan, config: TrainConfig) -> str:
         "KL coefficient": f"{config.algorithm.kl_coef:g}",
         "difficulty": ", ".join(map(str, config.data.difficulty)) or "all",
         "seed": str(config.seed),
-        "compute": f"{plan.run_config.resolved.device}, {plan.run_config.resolved.dtype}",
+        "compute": f"{placement.device}, {placement.dtype}",
     }
     return "| setting | value |\n|---|---|\n" + "\n".join(f"| {k} | {code(v)} |" for k, v in rows.items())
 

@@ -163,10 +163,10 @@ def chosen_step(flags: ExportFlags) -> int | None:
 
 def recorded_base(run_config: RunConfig, manifest: Manifest) -> ResolvedModel:
     """The model that the adapter was trained on. Raises ModelError if its files are not those of the run."""
-    resolved = run_config.resolved
-    is_here = os.path.isdir(resolved.model_path)
-    name = resolved.model_path if is_here else run_config.config.model.name
-    base = resolve_model(name, None if is_here else resolved.model_revision)
+    model = run_config.resolved.model
+    is_here = model.path.is_dir()
+    name = str(model.path) if is_here else run_config.config.model.name
+    base = resolve_model(name, None if is_here else model.revision)
     if base.fingerprint != manifest.base_fingerprint:
         raise ModelError(
             f"{base.path} has the fingerprint {base.fingerprint[:12]}, and the adapter was trained on "
@@ -181,7 +181,7 @@ def name_of_base(
 ) -> tuple[str, bool]:
     """How the export names its base, and whether that is a local folder. Raises ConfigError."""
     name = run_config.config.model.name
-    is_hub_id = run_config.resolved.model_revision is not None
+    is_hub_id = run_config.resolved.model.revision is not None
     if given is not None:
         return given, os.path.isdir(given)
     if is_hub_id:

@@ -66,7 +66,7 @@ def write_adapter(plan: ExportPlan, folder: Path, base_name: str) -> None:
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
-        "revision": None if plan.is_base_local else plan.run_config.resolved.model_revision,
+        "revision": None if plan.is_base_local else plan.run_config.resolved.model.revision,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,

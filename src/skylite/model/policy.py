@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 from skylite.adapters.target_modules import matches, short_names
 from skylite.config.lora import LoraConfig
-from skylite.config.train import Resolved, TrainConfig
+from skylite.config.resolved import Resolved
+from skylite.config.train import TrainConfig
 from skylite.errors import ModelError
 from skylite.model.activation_checkpointing import Checkpointing, checkpoint_layers
 from skylite.model.chunked_logprobs import token_logprobs
@@ -73,8 +73,8 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
 
     Raises ModelError if the model cannot be loaded or adapted, or if the warm-start adapter does not fit.
     """
-    dtype = torch.float32 if resolved.dtype == "float32" else torch.bfloat16
-    base, how = load_base(resolved.model_path, dtype, dist, config.trainer.offload)
+    dtype = torch.float32 if resolved.placement.dtype == "float32" else torch.bfloat16
+    base, how = load_base(str(resolved.model.path), dtype, dist, config.trainer.offload)
     if dist.is_main:
         print(how, file=sys.stderr, flush=True)
     modules = adapted_modules(base, config.lora)
@@ -85,8 +85,8 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     model.eval()
     move_adapters(model, dist.device)
     params = adapter_params(model, POLICY)
-    if resolved.warm_start is not None:
-        load_adapter_file(Path(resolved.warm_start), params)
+    if resolved.identity.warm_start is not None:
+        load_adapter_file(resolved.identity.warm_start, params)
     for param in params.values():
         dist.broadcast_(param.data)
     if REF in model.peft_config:

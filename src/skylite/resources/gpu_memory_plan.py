@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from skylite.config.engine import CpuLora
+from skylite.config.resolved import MemoryPlan
 from skylite.config.train import TrainConfig
 from skylite.engine.start_engines import MAX_LORAS
 from skylite.engine.tensor_parallel import check_divisible
@@ -24,7 +25,7 @@ from skylite.errors import ConfigError
 from skylite.notes import Note, warning
 from skylite.processes.gpus import Gpu, visible_gpus
 from skylite.processes.hardware import available_memory
-from skylite.resources.gpu_placement import Placement
+from skylite.resources.gpu_placement import GpuChoice
 from skylite.resources.model_sizes import ModelSizes, model_sizes
 
 Device = Literal["cpu", "cuda"]
@@ -141,28 +142,15 @@ class EngineMemory:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBudget:
-    """What the engines and the trainer may use. None on a CPU, or if the size of a GPU is unknown."""
-
-    kv_cache_bytes: int | None = None
-    """Of each engine, on each of its GPUs."""
-    engine_share: float | None = None
-    """Share of its GPUs that an engine asks for when it starts."""
-    trainer_bytes: int | None = None
-    """What torch may allocate on a rank's GPU."""
-    notes: list[Note]
-
-
 def plan_memory(
-    config: TrainConfig, model_path: Path, device: str, dtype: str, cpu_lora: CpuLora, placement: Placement
-) -> MemoryBudget:
+    config: TrainConfig, model_path: Path, device: str, dtype: str, cpu_lora: CpuLora, placement: GpuChoice
+) -> tuple[MemoryPlan, list[Note]]:
     """Predict and divide the memory. Raises ConfigError if the run cannot fit on its GPUs."""
     sizes = model_sizes(model_path, config.lora)
     if device == "cpu":
         trainer = trainer_memory(sizes, config, "cpu", dtype)
         engine = engine_memory(sizes, config, "cpu", dtype, max_loras=MAX_LORAS, cpu_lora=cpu_lora)
-        return MemoryBudget(notes=[cpu_note(config, trainer, engine, available_memory())])
+        return MemoryPlan(), [cpu_note(config, trainer, engine, available_memory())]
     gpus = {gpu.index: gpu for gpu in visible_gpus()}
     trainer = trainer_memory(sizes, config, "cuda", dtype)
     check_divisible(model_path, config.engine.tensor_parallel)
@@ -249,9 +237,9 @@ def divide_gpus(
     config: TrainConfig,
     trainer: TrainerMemory,
     engine: EngineMemory,
-    placement: Placement,
+    placement: GpuChoice,
     gpus: dict[int, Gpu],
-) -> MemoryBudget:
+) -> tuple[MemoryPlan, list[Note]]:
     """The smallest GPU of the engines fixes the KV cache, the fullest GPU of the ranks fixes their limit.
 
     The ranks divide what other processes leave free; gpu_placement.py has checked that the engines fit.
@@ -261,7 +249,7 @@ def divide_gpus(
         unknown = (
             "nvidia-smi does not tell the size of a GPU, so engine and trainer may take more than it has"
         )
-        return MemoryBudget(notes=[warning(f"memory: {unknown}")])
+        return MemoryPlan(), [warning(f"memory: {unknown}")]
     sizes = [totals[i] for i in placement.engine_gpus]
     kv_cache = kv_cache_bytes(config, engine, min(sizes)) if sizes else 0
     limits = [
@@ -275,13 +263,13 @@ def divide_gpus(
     beside = placement.engine_gpus.count(fullest)
     note = rank_note(config, trainer, limit, beside)
     if not sizes:
-        return MemoryBudget(trainer_bytes=limit - trainer.process, notes=[note])
-    return MemoryBudget(
+        return MemoryPlan(trainer_bytes=limit - trainer.process), [note]
+    plan = MemoryPlan(
         kv_cache_bytes=kv_cache,
         engine_share=engine_share(engine, kv_cache, max(sizes)),
         trainer_bytes=limit - trainer.process,
-        notes=[engine_note(config, engine, kv_cache), note],
     )
+    return plan, [engine_note(config, engine, kv_cache), note]
 
 
 def engine_share(engine: EngineMemory, kv_cache: int, largest: int) -> float:
@@ -322,7 +310,7 @@ def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int
 
 
 def require_trainer(
-    config: TrainConfig, trainer: TrainerMemory, limit: int, gpu: Gpu, placement: Placement
+    config: TrainConfig, trainer: TrainerMemory, limit: int, gpu: Gpu, placement: GpuChoice
 ) -> None:
     """Raise ConfigError if the trainer cannot compute its longest trajectory in `limit` bytes."""
     longest = config.max_sequence_tokens

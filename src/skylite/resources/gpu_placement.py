@@ -28,8 +28,8 @@ UNNAMED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """GPUs by nvidia-smi's numbers. All empty on a CPU."""
+class GpuChoice:
+    """GPUs of ranks and engines, by nvidia-smi's numbers, and what is free on them. All empty on a CPU."""
 
     rank_gpus: list[int]
     """Of rank 0, 1, ..."""
@@ -42,7 +42,7 @@ class Placement:
     """Other processes that use a GPU, in words."""
 
 
-def place(config: TrainConfig, device: str) -> Placement:
+def place(config: TrainConfig, device: str) -> GpuChoice:
     """Give each rank and engine its GPUs.
 
     Rank i gets visible GPU i. The engines get the visible GPUs `engine.gpus`, `engine.tensor_parallel` each;
@@ -52,7 +52,7 @@ def place(config: TrainConfig, device: str) -> Placement:
     """
     if device == "cpu":
         refuse_gpu_settings(config)
-        return Placement(rank_gpus=[], engine_gpus=[], notes=[])
+        return GpuChoice(rank_gpus=[], engine_gpus=[], notes=[])
     gpus = visible_gpus()
     ranks = gpus[: require_ranks(config, gpus)]
     check_machine(config.engine.tensor_parallel, len(gpus), describe(gpus))
@@ -71,7 +71,7 @@ def place(config: TrainConfig, device: str) -> Placement:
     notes += [
         warning(f"GPU {g.index} ({g.name}) is not free: {others[g.index]}") for g in uses if g.index in others
     ]
-    return Placement(
+    return GpuChoice(
         rank_gpus=[g.index for g in ranks],
         engine_gpus=[g.index for g in engines],
         notes=notes,
@@ -80,32 +80,33 @@ def place(config: TrainConfig, device: str) -> Placement:
     )
 
 
-def place_again(recorded: RunConfig, config: TrainConfig) -> Placement:
+def place_again(recorded: RunConfig, config: TrainConfig) -> GpuChoice:
     """The placement of a recorded run on this machine, which may be another than at its start.
 
     Raises ConfigError also if this machine lacks the run's device or its compute type.
     """
-    device, dtype = recorded.resolved.device, recorded.resolved.dtype
-    if device == "cuda":
+    placement = recorded.resolved.placement
+    if placement.device == "cuda":
         if choose_device() == "cpu":
             raise ConfigError(
                 "The run was started on a GPU, and this machine has none that may be used. "
                 f"{why_no_gpu() or ''}".strip(),
                 "Continue it on a machine with a GPU: a CPU would round differently.",
             )
-        choose_dtype(dtype, device)
-    return place(config, device)
+        choose_dtype(placement.dtype, placement.device)
+    return place(config, placement.device)
 
 
 def place_ranks(recorded: RunConfig) -> RunConfig:
     """`recorded` with the GPUs of its ranks on this machine, for a trainer without engines."""
-    if recorded.resolved.device == "cpu":
+    if recorded.resolved.placement.device == "cpu":
         return recorded
     choose_device()
     gpus = visible_gpus()
     ranks = [g.index for g in gpus[: require_ranks(recorded.config, gpus)]]
+    placement = recorded.resolved.placement.model_copy(update={"rank_gpus": ranks, "engine_gpus": []})
     return recorded.model_copy(
-        update={"resolved": recorded.resolved.model_copy(update={"rank_gpus": ranks, "engine_gpus": []})}
+        update={"resolved": recorded.resolved.model_copy(update={"placement": placement})}
     )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from skylite.adapters.import_adapter import expand_adapter_path, warm_start_bytes
-from skylite.config.train import Resolved, TrainConfig
+from skylite.config.resolved import Resolved
+from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
 from skylite.hub.resolve import tensor_shapes
 from skylite.run.files import RESERVE_BYTES, format_bytes, free_bytes
@@ -22,14 +23,14 @@ FLOAT32_BYTES = 4
 
 def check_disk_space(run: RunDir, config: TrainConfig, resolved: Resolved) -> None:
     """Raise ConfigError if adapters and checkpoints cannot fit; warn if the rollouts of all steps may not."""
-    adapter = adapter_bytes(Path(resolved.model_path), config, resolved.dtype)
-    checkpoint = checkpoint_bytes(Path(resolved.model_path), config)
+    adapter = adapter_bytes(resolved.model.path, config, resolved.placement.dtype)
+    checkpoint = checkpoint_bytes(resolved.model.path, config)
     # One more of each: the new one is complete before the oldest is deleted.
     kept = config.sync.keep_last + config.checkpoint.keep_last + 2
     in_run = (config.checkpoint.keep_last + 1) * checkpoint
     if config.lora.from_adapter is not None and not run.warm_start.exists():
         in_run += warm_start_bytes(expand_adapter_path(config.lora.from_adapter))
-    needs = [(Path(resolved.lora_sync_path), kept * adapter), (run.root, in_run)]
+    needs = [(resolved.identity.lora_sync_path, kept * adapter), (run.root, in_run)]
     for paths, need, free in _needs_by_disk(needs):
         if free < need + RESERVE_BYTES:
             raise ConfigError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 
 from skylite.errors import (
     ChildDied,
@@ -111,5 +110,5 @@ def may_resume(plan: RunPlan, error: SkyliteError, trainer_restarts: int, stop_r
 
 def with_next_commands(plan: RunPlan, error: SkyliteError) -> SkyliteError:
     """Append the run's folders and the commands to type next to the error's text."""
-    error.args = (f"{error}\n{stopped_text(plan.run, Path(plan.resolved.lora_sync_path))}",)
+    error.args = (f"{error}\n{stopped_text(plan.run, plan.resolved.identity.lora_sync_path)}",)
     return error

@@ -211,7 +211,7 @@ def rollout_judge(plan: RunPlan) -> RolloutJudge:
     """Judges the rollouts of this run. After a resume it knows the first step's gap from the metrics."""
     first = (number(m, "mismatch/judged_gap") for m in read_metrics(plan.run.metrics_path))
     return RolloutJudge(
-        plan.resolved.dtype,
+        plan.resolved.placement.dtype,
         plan.config.rollout.temperature,
         plan.config.sync.rollout_mismatch,
         reference=next(filter(math.isfinite, first), math.nan),

@@ -18,7 +18,8 @@ from skylite.adapters.import_adapter import (
 )
 from skylite.adapters.target_modules import check_target_names
 from skylite.config.provenance import NOTHING_TYPED, Provenance
-from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.config.resolved import MemoryPlan, ModelFiles, Placement, Resolved, RunIdentity, Trust
+from skylite.config.train import RunConfig, TrainConfig
 from skylite.data.chat_tokenizer import load_tokenizer, read_template, template_notes
 from skylite.data.prompts import PromptFileInfo
 from skylite.engine.connections import open_files
@@ -70,7 +71,7 @@ class RunPlan:
     @property
     def scored(self) -> ScoredData:
         """What scores the completions."""
-        return ScoredData(config=self.config, rewards=self.rewards, programs=self.resolved.programs)
+        return ScoredData(config=self.config, rewards=self.rewards, programs=self.resolved.trust.programs)
 
     @property
     def run_config(self) -> RunConfig:
@@ -116,13 +117,26 @@ def plan_run(
         *adapter_notes,
         *(length_note, *device_notes),
     )
-    resolved = resolve_choices(config, run, model, launcher, notes).model_copy(
-        update={
-            "programs": scored.programs,
-            "chat_template": template.text,
-            "template_time": template.now,
-            "dropped_prompts": prompts.dropped,
-        }
+    placement, memory, notes = choose_placement(config, model, launcher, notes)
+    resolved = Resolved(
+        model=ModelFiles(
+            path=model.path,
+            revision=model.revision,
+            fingerprint=model.fingerprint,
+            chat_template=template.text,
+            template_time=template.now,
+        ),
+        placement=placement,
+        memory=memory,
+        trust=Trust(programs=scored.programs),
+        identity=RunIdentity(
+            run_id=uuid.uuid4().hex,
+            lora_sync_path=sync_folder(config, run),
+            warm_start=run.warm_start if config.lora.from_adapter is not None else None,
+            data_sha256=train_data_hash(config),
+            dropped_prompts=prompts.dropped,
+        ),
+        notes=notes,
     )
     log_notes(resolved.notes)
     return RunPlan(
@@ -179,13 +193,13 @@ def choose_model(config: TrainConfig, launcher: Launcher) -> ResolvedModel:
     return model
 
 
-def resolve_choices(
-    config: TrainConfig, run: RunDir, model: ResolvedModel, launcher: Launcher, notes: Sequence[Note]
-) -> Resolved:
-    """Choose dtype, GPUs, memory and folders; add a note on each choice. Raises SkyliteError."""
+def choose_placement(
+    config: TrainConfig, model: ResolvedModel, launcher: Launcher, notes: Sequence[Note]
+) -> tuple[Placement, MemoryPlan, list[Note]]:
+    """Choose dtype, GPUs and memory; add a note on each choice. Raises SkyliteError."""
     device = choose_device()
     dtype, dtype_note = choose_dtype(config.model.dtype, device)
-    placement = place(config, device)
+    gpus = place(config, device)
     target_notes = check_target_names(model.path, config.lora)
     check_context(config, model.path)
     cpu_lora = launcher.choose_cpu_lora(config, dtype, model.path)
@@ -195,39 +209,29 @@ def resolve_choices(
             launcher.check_model(model.path, device, config.lora.rank, config.lora),
             *launcher.notes(config, device, dtype, cpu_lora),
         ]
-    memory = plan_memory(config, model.path, device, dtype, cpu_lora, placement)
+    memory, memory_notes = plan_memory(config, model.path, device, dtype, cpu_lora, gpus)
     notes = notes_of(
         *notes,
         why_no_gpu() if device == "cpu" else None,
-        *placement.notes,
+        *gpus.notes,
         dtype_note,
         *settings_notes(config),
         model.note,
         *target_notes,
         triton_note(device),
         *of_engines,
-        *memory.notes,
+        *memory_notes,
     )
     if config.lora.from_adapter is not None:
         notes += check_warm_start(config, model.path, model.fingerprint)
-    return Resolved(
-        model_path=str(model.path),
-        model_revision=model.revision,
-        model_fingerprint=model.fingerprint,
-        data_sha256=train_data_hash(config),
-        dtype=dtype,
+    placement = Placement(
         device=device,
+        dtype=dtype,
         cpu_lora=cpu_lora,
-        rank_gpus=placement.rank_gpus,
-        engine_gpus=placement.engine_gpus,
-        kv_cache_bytes=memory.kv_cache_bytes,
-        engine_share=memory.engine_share,
-        trainer_memory_bytes=memory.trainer_bytes,
-        lora_sync_path=str(Path(config.lora.lora_sync_path or run.default_adapters).resolve()),
-        run_id=uuid.uuid4().hex,
-        warm_start=str(run.warm_start) if config.lora.from_adapter is not None else None,
-        notes=notes,
+        rank_gpus=gpus.rank_gpus,
+        engine_gpus=gpus.engine_gpus,
     )
+    return placement, memory, notes
 
 
 def check_device(config: TrainConfig, device: str) -> None:
@@ -302,7 +306,7 @@ def write_run(plan: RunPlan) -> None:
         plan.run.trainer_steps,
         plan.run.checkpoints,
         plan.run.logs,
-        Path(plan.resolved.lora_sync_path),
+        plan.resolved.identity.lora_sync_path,
     ):
         with convert_os_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)

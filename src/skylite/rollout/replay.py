@@ -10,6 +10,7 @@ from typing import Any
 
 from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import read_run_config
+from skylite.config.resolved import Trust
 from skylite.config.train import RunConfig
 from skylite.errors import ChildDied, ConfigError, ModelError, RunFailed
 from skylite.processes.child import ProcessSpec, Supervisor
@@ -49,8 +50,8 @@ async def replay_step(run: RunDir, step: int, programs: Mapping[str, str]) -> Re
     ModelError if the adapter is damaged.
     """
     recorded = place_ranks(read_run_config(run.config_path))
-    resolved = recorded.resolved.model_copy(update={"programs": dict(programs)})
-    recorded = recorded.model_copy(update={"resolved": resolved})
+    allowed = recorded.resolved.model_copy(update={"trust": Trust(programs=dict(programs))})
+    recorded = recorded.model_copy(update={"resolved": allowed})
     original = stored_adapter(run, recorded, step)
     start = newest_checkpoint_before(run, step)
     missing = [k for k in range(start + 1, step + 1) if not run.rollout_path(k).exists()]
@@ -106,11 +107,15 @@ def copy_for_replay(run: RunDir, recorded: RunConfig, replay: RunDir, start: int
         replay.rendezvous,
     ):
         folder.mkdir(parents=True)
-    update = {
-        "lora_sync_path": str(replay.default_adapters),
-        "warm_start": str(run.warm_start) if recorded.resolved.warm_start else None,
-    }
-    config = recorded.model_copy(update={"resolved": recorded.resolved.model_copy(update=update)})
+    old = recorded.resolved.identity
+    identity = old.model_copy(
+        update={
+            "lora_sync_path": replay.default_adapters,
+            "warm_start": run.warm_start if old.warm_start else None,
+        }
+    )
+    resolved = recorded.resolved.model_copy(update={"identity": identity})
+    config = recorded.model_copy(update={"resolved": resolved})
     write_json(replay.config_path, config.model_dump(mode="json"))
     write_json(replay.canary_path, run.read_json(run.canary_path))
     if run.micro_batch_path.exists():
@@ -150,7 +155,7 @@ async def _train(run: RunDir, recorded: RunConfig, start: int, step: int) -> Non
         name=TRAINER,
         argv=trainer_command(run.root, run.rendezvous, trainer.num_ranks, resume=True),
         env=trainer_env(
-            trainer.num_threads or threads_per_rank(trainer.num_ranks), recorded.resolved.rank_gpus
+            trainer.num_threads or threads_per_rank(trainer.num_ranks), recorded.resolved.placement.rank_gpus
         ),
         log_path=run.log_path(TRAINER),
         own_network=not recorded.config.shared_network,

@@ -16,14 +16,15 @@ import skylite
 from skylite.adapters.retention import remove_folder, remove_unfinished_files
 from skylite.config.loading import change_config, read_run_config
 from skylite.config.provenance import NOTHING_TYPED, Provenance
+from skylite.config.resolved import MemoryPlan, Placement, Resolved, Trust
 from skylite.config.rollout import RewardParameters
-from skylite.config.train import Resolved, RunConfig, TrainConfig
+from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import check_folder, resolve_model
 from skylite.notes import log_notes
 from skylite.processes.own_network import check_network
-from skylite.resources.gpu_memory_plan import MemoryBudget, plan_memory
-from skylite.resources.gpu_placement import Placement, place_again
+from skylite.resources.gpu_memory_plan import plan_memory
+from skylite.resources.gpu_placement import place_again
 from skylite.rollout.automatic_settings import epochs_to_steps
 from skylite.rollout.plan import (
     RunPlan,
@@ -61,14 +62,14 @@ def plan_resume(
     config = change_config(recorded.config, provenance)
     source = source_for(config)
     everything, info = source.read(config, "train")
-    train = without(everything, recorded.resolved.dropped_prompts)
+    train = without(everything, recorded.resolved.identity.dropped_prompts)
     config = accept_same_rewards(recorded.config, config, info, provenance)
     config, _ = epochs_to_steps(config, len(train))
     check_changes(recorded.config, config)
-    check_device(config, recorded.resolved.device)
+    check_device(config, recorded.resolved.placement.device)
     check_network(config)
-    placement = place_again(recorded, config)
-    log_notes(placement.notes)
+    gpus = place_again(recorded, config)
+    log_notes(gpus.notes)
     scored = source.allow(
         config,
         info,
@@ -81,11 +82,18 @@ def plan_resume(
     recorded = _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)
-    resolved = recorded.resolved
-    memory = plan_memory(
-        config, Path(resolved.model_path), resolved.device, resolved.dtype, resolved.cpu_lora, placement
+    placement = recorded.resolved.placement.model_copy(
+        update={"rank_gpus": gpus.rank_gpus, "engine_gpus": gpus.engine_gpus}
     )
-    log_notes(memory.notes)
+    memory, notes = plan_memory(
+        config,
+        recorded.resolved.model.path,
+        placement.device,
+        placement.dtype,
+        placement.cpu_lora,
+        gpus,
+    )
+    log_notes(notes)
     logger.info(
         f"resuming {run.root} after step {done} of {config.num_steps}" + ("" if done else ", from its start")
     )
@@ -93,13 +101,12 @@ def plan_resume(
         logger.warning(
             f"the run was started with skylite {recorded.skylite_version}, and this is {skylite.__version__}"
         )
-    resolved = _relocate(run, recorded, config, placement, memory)
     return RunPlan(
         run=run,
         config=config,
-        resolved=resolved.model_copy(update={"programs": scored.programs | programs}),
+        resolved=_relocate(run, recorded, placement, memory, Trust(programs=scored.programs | programs)),
         train=train,
-        held_out=without(held_out_prompts(config), recorded.resolved.dropped_prompts),
+        held_out=without(held_out_prompts(config), recorded.resolved.identity.dropped_prompts),
         rewards=scored.rewards,
         first_step=done + 1,
         resumed=True,
@@ -173,11 +180,11 @@ def reusable_rollouts(run: RunDir, step: int) -> int:
 
 def _with_model(recorded: RunConfig) -> RunConfig:
     """The run with a model folder that exists: a hub model that left the cache is downloaded again."""
-    resolved, name = recorded.resolved, recorded.config.model.name
-    if resolved.model_revision is None or Path(resolved.model_path).is_dir():
+    model, name = recorded.resolved.model, recorded.config.model.name
+    if model.revision is None or model.path.is_dir():
         return recorded
-    path = str(resolve_model(name, resolved.model_revision).path)
-    return recorded.model_copy(update={"resolved": resolved.model_copy(update={"model_path": path})})
+    model = model.model_copy(update={"path": resolve_model(name, model.revision).path})
+    return recorded.model_copy(update={"resolved": recorded.resolved.model_copy(update={"model": model})})
 
 
 def _check_inputs(recorded: RunConfig, config: TrainConfig) -> RunConfig:
@@ -186,16 +193,16 @@ def _check_inputs(recorded: RunConfig, config: TrainConfig) -> RunConfig:
     Returns the run with a model folder that exists.
     """
     recorded = _with_model(recorded)
-    resolved = recorded.resolved
-    if resolved.data_sha256 is not None and train_data_hash(config) != resolved.data_sha256:
+    model, data_sha256 = recorded.resolved.model, recorded.resolved.identity.data_sha256
+    if data_sha256 is not None and train_data_hash(config) != data_sha256:
         raise ConfigError(
             f"{Path(config.data.path) / 'train.parquet'} is not the file that the run was trained on "
             "(its sha256 differs).",
             "Point --data to the folder it was moved to, or prepare it again in the same way.",
         )
-    if check_folder(Path(resolved.model_path), "").fingerprint != resolved.model_fingerprint:
+    if check_folder(model.path, "").fingerprint != model.fingerprint:
         raise ConfigError(
-            f"The model in {resolved.model_path} is not the one that the run was trained on "
+            f"The model in {model.path} is not the one that the run was trained on "
             "(its fingerprint differs: weights, config, tokenizer, chat template or generation_config).",
             "Restore the original files, or start a new run.",
         )
@@ -224,21 +231,20 @@ def _status_is_done(run: RunDir) -> bool:
 
 
 def _relocate(
-    run: RunDir, recorded: RunConfig, config: TrainConfig, placement: Placement, memory: MemoryBudget
+    run: RunDir, recorded: RunConfig, placement: Placement, memory: MemoryPlan, trust: Trust
 ) -> Resolved:
     """Update paths and GPUs: the run may have been moved, with its adapters and its copy of a warm start."""
-    old = recorded.resolved
-    update = {
-        "warm_start": str(run.warm_start) if old.warm_start else None,
-        "lora_sync_path": str(run.adapters(recorded)),
-        "run_id": old.run_id or uuid.uuid4().hex,
-        "rank_gpus": placement.rank_gpus,
-        "engine_gpus": placement.engine_gpus,
-        "kv_cache_bytes": memory.kv_cache_bytes,
-        "engine_share": memory.engine_share,
-        "trainer_memory_bytes": memory.trainer_bytes,
-    }
-    return old.model_copy(update=update)
+    old = recorded.resolved.identity
+    identity = old.model_copy(
+        update={
+            "run_id": old.run_id or uuid.uuid4().hex,
+            "lora_sync_path": run.adapters(recorded),
+            "warm_start": run.warm_start if old.warm_start else None,
+        }
+    )
+    return recorded.resolved.model_copy(
+        update={"placement": placement, "memory": memory, "trust": trust, "identity": identity}
+    )
 
 
 SAFE_CHANGES = (

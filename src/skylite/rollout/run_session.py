@@ -60,7 +60,7 @@ async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = 
     If the trainer is lost, the run resumes from its last checkpoint (trainer.max_restarts). The engines
     restart too: they key their prefix cache by adapter name, and the same versions are written again.
     """
-    adapters = Path(plan.resolved.lora_sync_path)
+    adapters = plan.resolved.identity.lora_sync_path
     stop = handle_signals(limit.stop if limit is not None else asyncio.Event())
     async with contextlib.AsyncExitStack() as stack:
         screen = stack.enter_context(Screen(plan.config.num_steps))
@@ -160,14 +160,14 @@ async def _run(
     )
     plan.run.canary_path.unlink(missing_ok=True)  # the trainer waits for the new one
     async with contextlib.AsyncExitStack() as stack:
-        modules = predict_target_modules(Path(plan.resolved.model_path), plan.config.lora)
-        tolerance = plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.dtype]
+        modules = predict_target_modules(plan.resolved.model.path, plan.config.lora)
+        tolerance = plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.placement.dtype]
         restarts = RestartPolicy(
             config=plan.config.engine,
             verify=partial(verify_folder, tolerance=tolerance),
             counts=progress.restarts,
         )
-        launcher = load_launcher(plan.config, plan.resolved.programs)
+        launcher = load_launcher(plan.config, plan.resolved.trust.programs)
         starting = start_engines(launcher, plan.run_config, plan.run.logs, modules, supervisor, restarts)
         watchdogs = await stack.enter_async_context(starting)
         progress.event("engines_started")
@@ -176,7 +176,7 @@ async def _run(
         tokenizer = await start_tokenizer(plan, stack)
         progress.event("tokenizer_ready")
         running = source_for(plan.config).running(
-            plan.scored, tokenizer, Path(plan.resolved.model_path), plan.run.logs, supervisor
+            plan.scored, tokenizer, plan.resolved.model.path, plan.run.logs, supervisor
         )
         source = await stack.enter_async_context(running)
         record_choices(plan, await wait_for_trainer_step(plan, plan.first_step - 1))
@@ -212,7 +212,7 @@ def record_choices(plan: RunPlan, first: TrainerStep) -> None:
 
 def _published_modules(plan: RunPlan) -> list[str]:
     """Target modules of the adapter that the first step starts from."""
-    adapter = Path(plan.resolved.lora_sync_path) / adapter_name(plan.first_step - 1)
+    adapter = plan.resolved.identity.lora_sync_path / adapter_name(plan.first_step - 1)
     return read_manifest(adapter, verify_hash=False).target_modules
 
 
@@ -233,7 +233,9 @@ def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
     return ProcessSpec(
         name=TRAINER,
         argv=trainer_command(plan.run.root, plan.run.rendezvous, trainer.num_ranks, resume=resume),
-        env=trainer_env(trainer.num_threads or threads_per_rank(trainer.num_ranks), plan.resolved.rank_gpus),
+        env=trainer_env(
+            trainer.num_threads or threads_per_rank(trainer.num_ranks), plan.resolved.placement.rank_gpus
+        ),
         log_path=plan.run.log_path(TRAINER),
         own_network=not plan.config.shared_network,
         is_done=plan.run.trainer_step_path(plan.config.num_steps).exists,

@@ -36,7 +36,7 @@ class Session:
     @property
     def adapters(self) -> Path:
         """The folder into which the trainer publishes adapters."""
-        return Path(self.plan.resolved.lora_sync_path)
+        return self.plan.resolved.identity.lora_sync_path
 
     def adapter(self, version: int) -> AdapterVersion:
         """An adapter version, published or not yet."""
@@ -46,13 +46,15 @@ class Session:
 async def start_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> ChatTokenizer:
     """Load the tokenizer and write the canary sequences, for which the trainer waits. `stack` closes it."""
     tokenizer = await asyncio.to_thread(
-        load_tokenizer, Path(plan.resolved.model_path), run_template(plan.run_config)
+        load_tokenizer, plan.resolved.model.path, run_template(plan.run_config)
     )
     stack.callback(tokenizer.close)
     if tokenizer.note:
         logger.info(tokenizer.note)
     longest = await asyncio.to_thread(longest_prompt_tokens, tokenizer, plan)
-    sequences = await asyncio.to_thread(canary_sequences, tokenizer, plan.train, plan.resolved.dtype)
+    sequences = await asyncio.to_thread(
+        canary_sequences, tokenizer, plan.train, plan.resolved.placement.dtype
+    )
     write_json(plan.run.canary_path, {"sequences": sequences, "longest_prompt_tokens": longest})
     return tokenizer
 

@@ -124,7 +124,8 @@ def mark_sync_folder(recorded: RunConfig) -> None:
     The default lora_sync_path is inside the run and needs no owner file.
     """
     if recorded.config.lora.lora_sync_path is not None:
-        write_json(Path(recorded.resolved.lora_sync_path) / MARK_NAME, {"run_id": recorded.resolved.run_id})
+        identity = recorded.resolved.identity
+        write_json(identity.lora_sync_path / MARK_NAME, {"run_id": identity.run_id})
 
 
 def require_own_folders(run: RunDir, recorded: RunConfig) -> None:
@@ -149,9 +150,8 @@ def require_own_folders(run: RunDir, recorded: RunConfig) -> None:
             "Fix it in that file.",
         )
     adapter = next(_deletable_paths(folder), None)
-    if adapter is not None and (
-        recorded.resolved.run_id is None or _recorded_run_id(folder) != recorded.resolved.run_id
-    ):
+    run_id = recorded.resolved.identity.run_id
+    if adapter is not None and (run_id is None or _recorded_run_id(folder) != run_id):
         raise ConfigError(
             f"{run.config_path} names {folder} as its lora_sync_path, but {adapter.name} there may belong to "
             f"another run ({MARK_NAME} is missing or names another run), and resuming would delete adapters.",

@@ -182,7 +182,7 @@ class RunDir:
     def adapters(self, recorded: RunConfig) -> Path:
         """The folder of the run's adapters. If the run folder was moved, the default folder moved with it."""
         is_default = recorded.config.lora.lora_sync_path is None
-        return self.default_adapters.resolve() if is_default else Path(recorded.resolved.lora_sync_path)
+        return self.default_adapters.resolve() if is_default else recorded.resolved.identity.lora_sync_path
 
     def rollout_path(self, step: int) -> Path:
         """Scored completions of a step, from the parent to the trainer."""

@@ -157,7 +157,7 @@ def is_checkpointed(state: LoopState, interval: CheckpointInterval, step: int) -
 def build_state(run: RunDir, run_config: RunConfig, dist: Dist) -> LoopState:
     """Load and shard the model, choose its shortcuts, and score the canary with the base model."""
     config = run_config.config
-    load_functions(config.algorithm, run_config.resolved.programs)
+    load_functions(config.algorithm, run_config.resolved.trust.programs)
     policy = load_policy(run_config.resolved, config, dist)
     sequences = wait_for_canary(run, dist)
     policy, choices = enable_shortcuts(policy, max(sequences, key=len))

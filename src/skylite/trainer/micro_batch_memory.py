@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from skylite.config.train import Resolved, RunConfig
+from skylite.config.resolved import MemoryPlan
+from skylite.config.train import RunConfig
 from skylite.errors import OutOfMemory, RunFailed
 from skylite.model.lora_linear import forget_outputs
 from skylite.model.packing import pack_tokens
@@ -80,7 +81,7 @@ def measure_micro_batch_tokens(
     device, completion = policy.device, run_config.config.source.completion_after(longest_prompt)
     sizes = PROBE_TOKENS[device.type]
     fewest = max(1, sizes[0] // completion)
-    limit = -_largest(-SAFETY * _free_bytes(device, run_config.resolved, dist.dp_size), dist)
+    limit = -_largest(-SAFETY * _free_bytes(device, run_config.resolved.memory, dist.dp_size), dist)
     small = _measured_pass(policy, fewest, longest_prompt, completion)
     count = min(max(fewest + 2, sizes[1] // completion), _most_sequences(fewest, small[1], limit, dist))
     if count > fewest:
@@ -151,11 +152,11 @@ def _measured_pass(policy: Policy, count: int, prompt: int, completion: int) -> 
     return tokens.num_nodes, peak_bytes(policy.device) - before
 
 
-def _free_bytes(device: torch.device, resolved: Resolved, dp_size: int) -> float:
+def _free_bytes(device: torch.device, memory: MemoryPlan, dp_size: int) -> float:
     """Bytes that this rank may still allocate."""
     if device.type == "cuda":
-        if resolved.trainer_memory_bytes is not None:
-            return float(resolved.trainer_memory_bytes - torch.cuda.memory_allocated(device))
+        if memory.trainer_bytes is not None:
+            return float(memory.trainer_bytes - torch.cuda.memory_allocated(device))
         return float(torch.cuda.mem_get_info(device)[0])
     return CPU_SHARE * available_memory() / dp_size
 
@@ -215,11 +216,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].strip()
 
 
-def limit_gpu_memory(resolved: Resolved, device: torch.device) -> None:
+def limit_gpu_memory(memory: MemoryPlan, device: torch.device) -> None:
     """Keep torch out of the memory of the engines on this rank's GPU: an engine may start at any time."""
-    if device.type == "cuda" and resolved.trainer_memory_bytes is not None:
+    if device.type == "cuda" and memory.trainer_bytes is not None:
         total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, resolved.trainer_memory_bytes / total), device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, memory.trainer_bytes / total), device)
 
 
 def reset_peak_bytes(device: torch.device) -> float:

@@ -61,7 +61,7 @@ def publish(policy: Policy, run_config: RunConfig, version: int, canary: Canary)
     Raises SyncFailed if the folder exists with other weights.
     """
     started = time.monotonic()
-    adapter = AdapterVersion(version, Path(run_config.resolved.lora_sync_path) / adapter_name(version))
+    adapter = AdapterVersion(version, run_config.resolved.identity.lora_sync_path / adapter_name(version))
     buffers = safetensors_buffers(adapter_tensors(policy))
     num_bytes = sum(buffer.nbytes for buffer in buffers)
     if adapter.path.exists():
@@ -94,10 +94,10 @@ def _manifest(
         weights_sha256=digest,
         weights_bytes=num_bytes,
         base_model=run_config.config.model.name,
-        base_fingerprint=resolved.model_fingerprint,
+        base_fingerprint=resolved.model.fingerprint,
         rank=lora.rank,
         alpha=lora.alpha,
-        dtype=resolved.dtype,
+        dtype=resolved.placement.dtype,
         target_modules=policy.target_modules,
         canary=canary,
     )
@@ -110,7 +110,7 @@ def _peft_json(policy: Policy, run_config: RunConfig) -> str:
         {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": run_config.resolved.model_path,
+            "base_model_name_or_path": str(run_config.resolved.model.path),
             "r": lora.rank,
             "lora_alpha": lora.alpha,
             "lora_dropout": lora.dropout,

@@ -81,8 +81,8 @@ def run_trainer(run: RunDir, resume: bool) -> None:
     set_threads(run_config.config.trainer.num_threads)
     if run_config.config.trainer.deterministic:
         make_deterministic()
-    with process_group(run_config.resolved.device, run.rendezvous) as dist:
-        limit_gpu_memory(run_config.resolved, dist.device)
+    with process_group(run_config.resolved.placement.device, run.rendezvous) as dist:
+        limit_gpu_memory(run_config.resolved.memory, dist.device)
         train(run, run_config, dist, resume=resume)
 
 
