@@ -47,7 +47,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lora-gsm8k lora-guess check test test-all test-dist test-vllm test-e2e test-loggers \
-	gpu-check gpu-results torture fuzz docs docs-reference vllm-models lock clean
+	gpu-check torture fuzz docs docs-reference vllm-models lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -111,9 +111,6 @@ CHECK_PYTHON := $(if $(PACKAGES),PYTHONPATH="$(CHECK_PATH)" HF_HUB_OFFLINE=1 VLL
 
 gpu-check: $(if $(PACKAGES),,$(READY)) ## GPU only: nine minutes of checks (benchmarks/results/gpu.json)
 	$(CHECK_PYTHON) benchmarks/gpu_check.py --out benchmarks/results/gpu.json
-
-gpu-results: $(if $(PACKAGES),,$(READY)) ## put the results of gpu-check into docs/how-to/gpus.md
-	$(CHECK_PYTHON) benchmarks/gpu_check.py --docs benchmarks/results/gpu.json
 
 torture: $(READY) ## kills, bad inputs, a long run (1 to 2 hours); benchmarks/results/torture.json
 	$(BIN)/python benchmarks/torture.py --matrix --random 200

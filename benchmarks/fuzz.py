@@ -12,8 +12,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from command_line import argument_parser
-from machine_info import machine_info
+from shared import argument_parser, machine_info
 
 from tests.fuzz.readers import READERS
 from tests.fuzz.run import Fuzzer, make_ground

@@ -2,12 +2,10 @@
 
     python benchmarks/gpu_check.py --out benchmarks/results/gpu.json
     python benchmarks/gpu_check.py --dry-run --out FILE           (tiny sizes, on any machine)
-    python benchmarks/gpu_check.py --docs benchmarks/results/gpu.json      (the table in docs/how-to/gpus.md)
 
 Parts run one after the other, the most valuable first. Each has its own process and time limit, and writes
 what it has after every row. A part that fails or hangs is recorded with its reason, and the next one runs.
-Models are random, except for the loop's SmolLM2-135M. Only one GPU is used. The part "liger" times
-Liger-Kernel's kernels only where that package is installed; skylite itself does not use it.
+Models are random, except for the loop's SmolLM2-135M. Only one GPU is used.
 """
 
 from __future__ import annotations
@@ -28,15 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from command_line import argument_parser
-from gpu_table import write_table
-from machine_info import machine_info, without_paths
+from shared import argument_parser, machine_info, without_paths
 
 from skylite.run.files import write_json
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs" / "how-to" / "gpus.md"
-TOTAL_S = 535.0
+TOTAL_S = 505.0
 """Limit of all parts together. Ending the last one takes some seconds more. A test adds up their limits."""
 LEAST_S = 5.0
 """A part does not start with less time than this."""
@@ -68,9 +63,7 @@ PARTS = {
     "profile 7b": Part("gpu_train", "profile", 35, {"shape": "qwen2.5-7b"}),
     "out of memory": Part("gpu_train", "out_of_memory", 25, {"shape": "qwen2.5-0.5b"}),
     "train 0.5b": Part("gpu_train", "train", 35, {"shape": "qwen2.5-0.5b"}),
-    "flex": Part("gpu_kernels", "flex", 30),
-    "attention": Part("gpu_kernels", "attention", 20),
-    "liger": Part("gpu_kernels", "liger", 10),
+    "flex": Part("gpu_train", "flex", 30),
     "train 1.5b": Part("gpu_train", "train", 15, {"shape": "qwen2.5-1.5b"}),
 }
 BROKEN = {"fails": Part("gpu_check", "fail", 4), "hangs": Part("gpu_check", "hang", 3)}
@@ -105,16 +98,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, any machine")
     parser.add_argument("--parts", nargs="+", choices=[*PARTS, *BROKEN], default=list(PARTS))
-    parser.add_argument(
-        "--docs", type=Path, metavar="RESULTS", help="write the table from a result file, and end"
-    )
-    parser.add_argument("--page", type=Path, default=DOCS, help=argparse.SUPPRESS)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, default=float("inf"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.docs:
-        write_table(args.page, json.loads(args.docs.read_text(encoding="utf-8")))
-    elif args.part:
+    if args.part:
         run_part(args.part, Report(args.out, args.dry_run, args.end))
     else:
         check(args.parts, args.out, args.dry_run)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from command_line import SKYLITE
+from shared import SKYLITE
 
 if TYPE_CHECKING:
     from gpu_check import Report

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from command_line import SKYLITE, argument_parser
-from machine_info import commit
+from shared import SKYLITE, argument_parser, commit
 
 from skylite.config.loading import read_run_config
 from skylite.run.files import write_json

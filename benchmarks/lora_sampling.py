@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from command_line import argument_parser
-from machine_info import machine_info
+from shared import argument_parser, machine_info
 
 from skylite.config.engine import CpuLora
 from skylite.engine.connections import Address

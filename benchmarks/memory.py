@@ -24,8 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from command_line import argument_parser
-from machine_info import machine_info
+from shared import argument_parser, machine_info
 
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.processes.torchrun import trainer_env

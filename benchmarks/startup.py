@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from command_line import SKYLITE, argument_parser, train_command
-from machine_info import machine_info
+from shared import SKYLITE, argument_parser, machine_info, train_command
 
 from skylite.adapters.target_modules import predict_target_modules
 from skylite.config.train import TrainConfig

@@ -27,8 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from command_line import SKYLITE, argument_parser, train_command
-from machine_info import machine_info
+from shared import SKYLITE, argument_parser, machine_info, train_command
 from sync import plain_io
 
 from skylite.hub.resolve import resolve_model

@@ -20,8 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from command_line import SKYLITE, argument_parser, train_command
-from machine_info import machine_info
+from shared import SKYLITE, argument_parser, machine_info, train_command
 
 from skylite.run.files import write_json
 from skylite.run.metrics_file import read_metrics

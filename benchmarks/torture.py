@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from command_line import argument_parser
+from shared import argument_parser
 
 from tests.tiny_models import make_tiny_model
 from tests.torture.cases import KINDS, SIGNALS, Result, as_row, matrix_cases, random_cases

@@ -25,8 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from command_line import argument_parser, under_torchrun
-from machine_info import machine_info
+from shared import argument_parser, machine_info, under_torchrun
 
 from skylite.processes.hardware import Device
 from skylite.run.files import write_json

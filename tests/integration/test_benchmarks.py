@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,42 +81,3 @@ def check_loop(found: dict[str, Any]) -> None:
     assert all("canary/gap_max" in step for step in found["steps"])
     assert "engine_log" in found
     assert {"skylite.log", "trainer.log"} <= set(found["logs"])
-
-
-def test_results_become_tables_and_a_dry_run_becomes_not_run(tmp_path: Path) -> None:
-    page = tmp_path / "gpus.md"
-    shutil.copy(ROOT / "docs" / "how-to" / "gpus.md", page)
-    train = {"attention": "flex", "checkpointing": "full", "packing": "tree", "packing_wanted": "tree"}
-    numbers = {"tokens_total": 30021, "seconds": [2.0, 3.0], "mfu": 0.4, "peak_gib": 31.5}
-    found = {
-        "shape": "qwen2.5-7b",
-        "rows": [train | numbers, train | {"failed": "OutOfMemoryError: no | more"}],
-    }
-    result = {"gpus": ["H200"], "commit": "abc", "date": "2026-01-01", "versions": {"torch": "2.13"}}
-    done = {"status": "done", "seconds": 90.0}
-    operations = {"busy_s": 0.8, "operations": [{"name": "aten::mm | x", "ms": 200.0, "calls": 7}] * 12}
-    first = {"step": 1, "tokens_per_micro_batch": 4096, "grad_norm": 0.123, "warnings": ["a", "b"]}
-    steps = [first, {"step": 2, "tokens_per_micro_batch": 4096, "grad_norm": None, "anomaly": "no memory"}]
-    result["parts"] = {
-        "train 7b": done | {"found": found},
-        "profile 7b": done | {"found": operations},
-        "out of memory": done | {"found": {"steps": steps}},
-        "loop": done | {"found": {"resume": "ok"}},
-    }
-    assert "| qwen2.5-7b | flex | full | tree | 10,007 | 0.4 | 31.5 |" in rendered(page, result)
-    assert "OutOfMemoryError: no / more" in page.read_text()
-    assert page.read_text().count("| `aten::mm / x` | 200.0 | 7 | 25.0% |") == 8
-    assert "| 1 | 4096 | computed again after 2 warning(s), gradient norm 0.123 |" in page.read_text()
-    assert "| 2 | 4096 | no memory |" in page.read_text()
-    assert "| one more step with `--resume` | ok |" in page.read_text()
-    text = rendered(page, result | {"dry_run": True})
-    assert "has not run on a GPU" in text
-    assert "10,007" not in text
-    assert text == rendered(page, {"status": "not run"})
-
-
-def rendered(page: Path, result: dict[str, Any]) -> str:
-    file = page.with_suffix(".json")
-    file.write_text(json.dumps(result))
-    subprocess.run([*CHECK, "--docs", str(file), "--page", str(page)], cwd=ROOT, check=True)
-    return page.read_text()

