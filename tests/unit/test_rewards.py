@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from skylite.config.rollout import RewardParameters
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.rewards import load_reward
-from skylite.rewards.built_in import reference_completion
+from skylite.rewards.built_in import BUILT_IN, reference_completion
 from skylite.rewards.call_rewards import finite_scores, reward_function, score
 from skylite.rewards.gsm8k import final_number
 from skylite.rewards.math import parse_truth
@@ -193,11 +194,27 @@ def test_a_reward_of_another_type_is_refused(value: Any) -> None:
         score("odd_one", reward_function(lambda **_: value), [(prompt(), "text")])
 
 
-@pytest.mark.parametrize(
-    ("spec", "answer"), [("gsm8k", "1,080"), ("gsm8k", "so 7\n#### 7"), ("math", "x+1"), ("format", "3")]
-)
+RIGHT = {
+    "gsm8k": ["1,080", "so 7\n#### 7"],
+    "math": ["x+1"],
+    "exact_match": ["blue"],
+    "format": ["3"],
+    "countdown": ["(1 + 2) * 3"],
+}
+"""Reward -> reference answers."""
+EXTRA: dict[str, dict[str, object]] = {"countdown": {"numbers": [1, 2, 3], "target": 9}}
+
+
+def test_each_reward_says_which_completion_is_right() -> None:
+    """reasoning-gym's scorers are not installed everywhere: test_reasoning_gym_sandbox.py runs them."""
+    silent = {name for name, reward in BUILT_IN.items() if reward.right("3", RewardParameters()) is None}
+    assert silent == {"regex", "length"}, "they look at no answer"
+    assert set(RIGHT) | silent | {"reasoning-gym"} == set(BUILT_IN)
+
+
+@pytest.mark.parametrize(("spec", "answer"), [(spec, answer) for spec in RIGHT for answer in RIGHT[spec]])
 def test_reference_completion_scores_one(spec: str, answer: str) -> None:
-    asked = prompt(answer=answer.rpartition("####")[2].strip())
+    asked = prompt(answer=answer.rpartition("####")[2].strip(), extra=EXTRA.get(spec, {}))
     reference = reference_completion(spec, answer)
     assert reference is not None
     assert reward_of(spec, asked, reference) == 1.0

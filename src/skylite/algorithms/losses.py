@@ -127,6 +127,8 @@ POLICY_LOSSES: dict[str, Callable[[LossInputs, AlgorithmConfig], Tensor]] = {
 }
 """(LossInputs, AlgorithmConfig) -> loss [C]. Its name, presets and coefficients are in config/algorithm.py:
 PolicyLoss, PRESETS, AlgorithmConfig."""
+SEQUENCE_RATIOS = frozenset({"gspo"})
+"""The losses with one ratio for all tokens of a trajectory, so that its tokens must be computed together."""
 
 
 def is_clipped(x: LossInputs, config: AlgorithmConfig) -> Tensor:
@@ -137,7 +139,7 @@ def is_clipped(x: LossInputs, config: AlgorithmConfig) -> Tensor:
 
 def ratio_of(x: LossInputs, config: AlgorithmConfig) -> Tensor:
     """[C] the ratio that the loss clips: the token's, or its trajectory's."""
-    return _sequence_ratio(x) if config.policy_loss == "gspo" else x.ratio
+    return _sequence_ratio(x) if config.policy_loss in SEQUENCE_RATIOS else x.ratio
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: float) -> Tensor:

@@ -15,7 +15,15 @@ from skylite.algorithms.advantages import gae, token_returns, zero_std_groups
 from skylite.algorithms.importance import importance_weights
 from skylite.algorithms.interface import Algorithm, KeepTogether
 from skylite.algorithms.kl import KL_ESTIMATORS
-from skylite.algorithms.losses import AGGREGATIONS, POLICY_LOSSES, BatchSize, LossInputs, is_clipped, ratio_of
+from skylite.algorithms.losses import (
+    AGGREGATIONS,
+    POLICY_LOSSES,
+    SEQUENCE_RATIOS,
+    BatchSize,
+    LossInputs,
+    is_clipped,
+    ratio_of,
+)
 from skylite.algorithms.user_functions import group_advantage, policy_loss
 from skylite.config.algorithm import AlgorithmConfig, ImportanceConfig
 
@@ -42,7 +50,7 @@ class PolicyGradient(Algorithm):
     def keep_together(self) -> KeepTogether:
         """A trajectory, if a token's loss depends on the model's outputs for its other tokens."""
         loss, importance = self.config.policy_loss, self.importance
-        joined_loss = loss == "gspo" or loss not in POLICY_LOSSES  # the user's own may do anything
+        joined_loss = loss in SEQUENCE_RATIOS or loss not in POLICY_LOSSES  # the user's own may do anything
         joined_weights = importance.level == "sequence" or importance.reject_kl is not None
         return "trajectory" if joined_loss or joined_weights or self.credits_tokens else "token"
 

@@ -73,6 +73,7 @@ def step_metrics(
     metrics = means | _critic_metrics(means, sums)
     if config.algorithm.source == "rollouts":
         metrics |= _importance_metrics(means) | _worst_mismatch(sums, dist) | _group_metrics(table)
+    if "policy/entropy" in total and config.algorithm.source == "rollouts":
         metrics["policy/entropy"] = _mean_entropy(table, total["policy/entropy"])
     for name in INTERMEDIATE & metrics.keys():
         del metrics[name]
@@ -105,6 +106,8 @@ def _group_metrics(table: Table) -> dict[str, float]:
 
 def _importance_metrics(means: dict[str, float]) -> dict[str, float]:
     """Effective sample size per token: (sum w)^2 / (n sum w^2), 1 if engine and trainer agree (Kong 1992)."""
+    if "ess/weights" not in means:  # an algorithm without importance weights
+        return {}
     weight, square = means["ess/weights"], means["ess/squares"]
     return {"mismatch/ess_frac": weight * weight / square if square > 0 else 1.0}
 
