@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from skylite import load_run
 from skylite.adapters.manifest import read_manifest
 from skylite.run.metrics_file import read_metrics
 from tests.e2e.project import Project
@@ -21,7 +22,7 @@ CHATS = [
 ]  # fmt: skip
 PAIRS = [{"prompt": f"{n} plus {n}?", "chosen": f"It is {2 * n}.", "rejected": "No."} for n in range(14)]
 STEPS = 4
-EXACT = ("trainer.deterministic=true", "checkpoint.every=2", "rollout.prompts_per_step=4")
+EXACT = ("trainer.deterministic=true", "checkpoint.every=2", "rollout.prompts_per_step=4", "eval.limit=2")
 
 
 def weights(project: Project, run: str) -> str:
@@ -46,10 +47,13 @@ def test_a_run_without_an_engine_learns_and_resumes(
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.8 * losses[0]
     assert not list(Path(run, "logs").glob("vllm*"))
+    scores = load_run(run).held_out
+    assert sorted(scores) == [0, STEPS]
     before = weights(project, algorithm)
     done = project.run("train", "--resume", algorithm, "--at", "2", timeout_s=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert weights(project, algorithm) == before
     assert [m["loss/policy"] for m in read_metrics(run / "metrics.jsonl")] == losses
+    assert load_run(run).held_out == scores
     done = project.run("train", "--resume", algorithm)
     assert (done.returncode, "is at step 4 of 4 already" in done.stderr) == (2, True)

@@ -124,7 +124,7 @@ async def fake_trainer(
     run: RunDir, first_step: int, num_steps: int, train_s: float, facts: StepFacts
 ) -> None:
     """Publish a version for each rollout file that appears."""
-    publish_update(run, first_step - 1, time.monotonic(), {})
+    publish_update(run, first_step - 1, time.monotonic(), facts.get(first_step - 1, {}))
     for step in range(first_step, num_steps + 1):
         while not run.rollout_path(step).exists():
             await asyncio.sleep(0.002)

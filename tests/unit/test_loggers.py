@@ -127,10 +127,10 @@ def test_held_out_results_are_logged_once_their_step_is(tmp_path: Path, calls: l
     set_accuracy(run, 0, 0.25)
     set_accuracy(run, 2, 0.5)
     log_once(run, MemoryWriter)
-    assert logged(calls, "eval/reward_mean") == [(0, 0.25)]
+    assert logged(calls, "eval/score") == [(0, 0.25)]
     set_metrics(run, [0.1, 0.2])
     log_once(run, MemoryWriter)
-    assert logged(calls, "eval/reward_mean") == [(0, 0.25), (2, 0.5)]
+    assert logged(calls, "eval/score") == [(0, 0.25), (2, 0.5)]
 
 
 def test_two_processes_never_log_one_run_to_one_logger(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from skylite.rollout.progress import Progress
 from skylite.rollout.resume import plan_resume, recover_metrics
 from skylite.rollout.session_resources import Session
 from skylite.rollout.sources import source_for
-from skylite.run.metrics_file import read_metrics
+from skylite.run.metrics_file import held_out_scores, read_metrics
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.types import Message, Prompt
@@ -148,8 +148,8 @@ def plan_of(folder: Path, algorithm: str, data: Path | None = None, **sections: 
 
 @pytest.mark.parametrize("algorithm", ["sft", "dpo"])
 def test_a_run_learns_from_its_rows_without_an_engine(tmp_path: Path, algorithm: str) -> None:
-    plan = plan_of(tmp_path, algorithm)
-    assert (plan.config.engine.num_engines, plan.config.eval.limit, plan.held_out) == (0, 0, [])
+    plan = plan_of(tmp_path, algorithm, eval={"limit": 2, "every": 1, "split": "train"})
+    assert (plan.config.engine.num_engines, len(plan.held_out)) == (0, 2)
     write_run(plan)
     console = Console(file=io.StringIO())
     session = Session(
@@ -160,7 +160,7 @@ def test_a_run_learns_from_its_rows_without_an_engine(tmp_path: Path, algorithm:
     )
 
     async def both() -> None:
-        facts = {k: {"metrics": METRICS} for k in (1, 2, 3)}
+        facts = {k: {"metrics": METRICS | {"eval/score": k / 4, "eval/loss": 3 - k}} for k in range(4)}
         trainer = asyncio.create_task(fake_trainer(plan.run, 1, 3, 0.0, facts))
         await run_steps(session)
         trainer.cancel()
@@ -168,6 +168,8 @@ def test_a_run_learns_from_its_rows_without_an_engine(tmp_path: Path, algorithm:
     with logged_messages() as logged:
         asyncio.run(both())
     assert "step 3/3  loss 0.2500  train" in "\n".join(logged)
+    assert "step 2: accuracy 50.0 %, loss 1 (2 rows)" in "\n".join(logged)
+    assert held_out_scores(plan.run, plan.config.eval) == {0: 0, 1: 0.25, 2: 0.5, 3: 0.75}
     assert "equal" not in "\n".join(logged)
     metrics = read_metrics(plan.run.metrics_path)
     assert [m["step"] for m in metrics] == [1, 2, 3]

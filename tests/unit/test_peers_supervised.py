@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from skylite.algorithms.losses import BatchSize
+from skylite.algorithms.losses import BatchSize, LossInputs
 from skylite.config.train import TrainConfig
 from skylite.model.packing import Packing
 from skylite.model.process_group import Dist
 from skylite.trainer.micro_batches import MicroBatch
 from skylite.trainer.precompute import loss_inputs
-from skylite.trainer.step import train_step
+from skylite.trainer.step import held_out_metrics, train_step
 from skylite.trainer.trainer import Trainer, make_algorithm
 from skylite.types import TrainingExample, completion_example
 from tests.cases import optimizer_of, plain_model, policy_of, relative_difference
@@ -253,6 +253,53 @@ def test_a_tiny_model_has_the_gradient_of_trl(
     assert relative_difference(optimizer.grads, expected) < 1e-5
     assert metrics["loss/policy"] == pytest.approx(float(loss), rel=1e-5)
     assert metrics["tokens/completion"] == sum(len(e.scored) for e in examples)
+
+
+@pytest.mark.parametrize("packing", ["tree", "padded"])
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_held_out_rows_have_the_score_of_a_plain_model(
+    name: str, packing: Packing, tiny_llama: Path, dist: Dist
+) -> None:
+    """Also where a step has several updates and micro-batches: the rows are one batch."""
+    updates = {"algorithm": {"name": name, "updates_per_step": 2}, "trainer": {"tokens_per_micro_batch": 16}}
+    config = settings(**updates, rollout={"prompts_per_step": 2, "group_size": 2, "temperature": 0.5})
+    policy = policy_of(tiny_llama, config, dist, packing)
+    plain = plain_model(tiny_llama, policy, config)
+    examples = chats() if name == "sft" else pairs()
+    ids, mask = padded(examples)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(plain(input_ids=ids).logits[:, :-1], dim=-1)
+        with plain.disable_adapter():
+            ref = torch.log_softmax(plain(input_ids=ids).logits[:, :-1], dim=-1)
+    targets, mask = ids[:, 1:, None], mask[:, 1:]
+    if name == "sft":
+        is_top = logprobs.argmax(-1, keepdim=True) == targets
+        expected = {
+            "eval/score": float(is_top[..., 0][mask].double().mean()),
+            "eval/loss": float(-logprobs.gather(2, targets)[..., 0][mask].mean()),
+        }
+    else:
+        gains = ((logprobs - ref).gather(2, targets)[..., 0] * mask).sum(dim=1)
+        margins = config.algorithm.beta * (gains[0::2] - gains[1::2])
+        expected = {
+            "eval/score": float((margins > 0).double().mean()),
+            "eval/loss": float(-torch.nn.functional.logsigmoid(margins).mean()),
+            "eval/margin": float(margins.mean()),
+        }
+    trainer = Trainer(config=config, dist=dist, policy=policy, optimizer=optimizer_of(policy, config))
+    assert held_out_metrics(trainer, examples) == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_accuracy_of_sft_by_hand() -> None:
+    """Four tokens of weight 1/4, of which three are the policy's most likely ones."""
+    algorithm = make_algorithm(settings(algorithm={"name": "sft"}))
+    logprobs, quarter = torch.tensor([-1.0, -2.0, -3.0, -6.0]), torch.full((4,), 0.25)
+    x = LossInputs(
+        policy_logprobs=logprobs, old_logprobs=logprobs, advantages=quarter, segments=torch.zeros(4).long(),
+        num_segments=1, entropies=quarter, token_weights=quarter, is_top=torch.tensor([1, 1, 0, 1]) > 0,
+    )  # fmt: skip
+    loss, metrics = algorithm.loss(x)
+    assert (float(loss), float(metrics["policy/accuracy"])) == (3.0, 0.75)
 
 
 def test_both_sides_of_a_pair_share_their_prompt(tiny_llama: Path, dist: Dist) -> None:

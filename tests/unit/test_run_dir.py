@@ -29,6 +29,7 @@ def test_every_path_of_a_run() -> None:
     assert found == {
         "config_path": "/r/config.json", "status_path": "/r/status.json", "metrics_path": "/r/metrics.jsonl",
         "events_path": "/r/events.jsonl", "canary_path": "/r/canary.json",
+        "held_out_path": "/r/held_out.parquet",
         "micro_batch_path": "/r/micro_batch.json", "stop_path": "/r/stop", "rendezvous": "/r/rendezvous",
         "trainer_error_path": "/r/logs/trainer-error.json", "rollouts": "/r/rollouts",
         "trainer_steps": "/r/trainer_steps", "checkpoints": "/r/checkpoints", "logs": "/r/logs",

@@ -99,7 +99,7 @@ def test_a_score_is_an_accuracy_until_one_is_partial(tmp_path: Path) -> None:
 
 def test_held_out_scores_are_in_the_metrics_of_their_step(tmp_path: Path) -> None:
     run, _, _ = run_of(tmp_path, 0, 4, eval_every=2)
-    found = [m.get("eval/reward_mean") for m in read_metrics(run.metrics_path)]
+    found = [m.get("eval/score") for m in read_metrics(run.metrics_path)]
     assert found == [None, 1.0, None, 1.0]
 
 

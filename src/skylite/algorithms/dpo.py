@@ -17,6 +17,7 @@ class DirectPreferenceOptimization(Algorithm):
     """A group is a pair: trajectory 0 is the chosen reply, trajectory 1 the rejected one."""
 
     means = ("loss/policy", "rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy")
+    held_out = {"eval/score": "rewards/accuracy", "eval/loss": "loss/policy", "eval/margin": "rewards/margin"}
     beta: float
 
     @property

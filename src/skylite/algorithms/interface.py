@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -17,6 +18,10 @@ class Algorithm:
 
     means: ClassVar[tuple[str, ...]] = ("loss/policy",)
     """Metrics of `loss` that are weighted sums; the others are sums over tokens."""
+    held_out: ClassVar[Mapping[str, str]] = {}
+    """Held-out metric -> the metric of `loss` that it is. Empty: engines answer the held-out prompts."""
+    counts_top_tokens: ClassVar[bool] = False
+    """Whether `held_out` needs `LossInputs.is_top`."""
 
     @property
     def needs_old_logprobs(self) -> bool:

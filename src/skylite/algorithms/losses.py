@@ -52,6 +52,8 @@ class LossInputs:
     """Factor on the token's loss; 0 if the token is not in the loss."""
     weights: Tensor | None = None
     """The same, and 0 for tokens of low entropy (top_entropy_quantile): for the policy loss."""
+    is_top: Tensor | None = None
+    """bool: the policy's most likely token; for held-out rows only."""
     size: BatchSize | None = None
     """The update's."""
 

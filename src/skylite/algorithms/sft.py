@@ -11,6 +11,9 @@ from skylite.algorithms.losses import BatchSize, LossInputs, token_mean
 class SupervisedFineTuning(Algorithm):
     """Every token with a weight counts the same."""
 
+    counts_top_tokens = True
+    held_out = {"eval/score": "policy/accuracy", "eval/loss": "loss/policy"}
+
     def weight(self, length: int, size: BatchSize) -> float:
         return token_mean(length, size)
 
@@ -19,4 +22,7 @@ class SupervisedFineTuning(Algorithm):
         assert x.token_weights is not None
         assert x.entropies is not None
         loss = -(x.policy_logprobs * x.token_weights).sum()
-        return loss, {"loss/policy": loss.detach(), "policy/entropy": x.entropies.detach().sum()}
+        metrics = {"loss/policy": loss.detach(), "policy/entropy": x.entropies.detach().sum()}
+        if x.is_top is not None:
+            metrics["policy/accuracy"] = (x.is_top * x.token_weights).sum()
+        return loss, metrics

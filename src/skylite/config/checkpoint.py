@@ -38,6 +38,7 @@ class EvalConfig(Section):
     """Split that the held-out problems come from. With checkpoint.keep_best take validation: on the problems
     that chose a version, its score is too good."""
     limit: int = Field(0, ge=0)
-    """Number of held-out problems, sampled greedily before and after the run. 0: no evaluation."""
+    """Number of held-out problems before and after the run: sampled greedily, or scored by the trainer with
+    algorithm.name=sft and dpo. 0: no evaluation."""
     every: int = Field(0, ge=0)
     """Also evaluate every N steps. 0: only before and after the run."""

@@ -165,10 +165,9 @@ class TrainConfig(Section):
     def start_no_engine_offline(cls, values: Any) -> Any:
         algorithm = values.get("algorithm") if isinstance(values, dict) else None
         if isinstance(algorithm, dict) and algorithm.get("name") in SOURCES:
-            none = {"engine": {"num_engines": 0}, "eval": {"limit": 0}}  # scores need an engine, too
-            sections = {name: values.get(name, {}) for name in none}
-            if all(isinstance(section, dict) for section in sections.values()):
-                return values | {name: section | none[name] for name, section in sections.items()}
+            engine = values.get("engine", {})
+            if isinstance(engine, dict):
+                return values | {"engine": engine | {"num_engines": 0}}
         return values
 
     @model_validator(mode="after")

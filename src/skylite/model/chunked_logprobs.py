@@ -169,7 +169,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 )
         else:
             converted = weight.to(hidden.dtype)
-            for chunk, tokens in _chunks_with_tokens(tokens_before, _chunk_rows(weight), order):
+            for chunk, tokens in _chunks_with_tokens(tokens_before, chunk_rows(weight), order):
                 log_probs = torch.log_softmax(
                     _logits(hidden[chunk], converted, bias, softcap).float().div_(temperature), dim=1
                 )
@@ -202,7 +202,7 @@ class _HeadLogprobs(torch.autograd.Function):
             else _sum_by_row(grad_entropies / ctx.temperature, rows, len(hidden))
         )
         grad_hidden, weight = torch.empty_like(hidden), weight.to(hidden.dtype)
-        for chunk, tokens in _chunks_with_tokens(ctx.tokens_before, _chunk_rows(weight), order):
+        for chunk, tokens in _chunks_with_tokens(ctx.tokens_before, chunk_rows(weight), order):
             logits = _logits(hidden[chunk], weight, bias, ctx.softcap).float()
             log_probs = torch.log_softmax(logits / ctx.temperature, dim=1)
             slope = -logprob_grads[chunk, None]
@@ -274,7 +274,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float 
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def _chunk_rows(weight: Tensor) -> int:
+def chunk_rows(weight: Tensor) -> int:
     """Rows with HEAD_CHUNK_ELEMENTS logits in total."""
     return max(1, HEAD_CHUNK_ELEMENTS[weight.device.type] // len(weight))
 

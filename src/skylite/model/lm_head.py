@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skylite.model.bf16_weights import compute_dtype
-from skylite.model.chunked_logprobs import head_logprobs
+from skylite.model.chunked_logprobs import chunk_rows, head_logprobs
 from skylite.model.packing import PackedTokens
 
 
@@ -51,6 +52,23 @@ class LogprobHead(nn.Module):
         return self.result[0][None, :, None].clone()
 
 
+class TopTokenHead(nn.Module):
+    """Replaces a linear LM head for one pass. `result` then holds the most likely token of each position."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._linear = [linear]
+        self.result: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [B, K, H] -> [B, K, 1], for FSDP; nobody reads it."""
+        linear, dtype = self._linear[0], compute_dtype(hidden)
+        weight, rows = linear.weight.to(dtype), hidden.flatten(0, 1).to(dtype)
+        chunks = torch.split(rows, chunk_rows(weight))
+        self.result = torch.cat([nn.functional.linear(x, weight, linear.bias).argmax(-1) for x in chunks])
+        return hidden[..., :1]
+
+
 def linear_head(base: PreTrainedModel) -> nn.Linear | None:
     """The model's LM head if it is a plain linear layer without an adapter, else None."""
     head = base.get_output_embeddings()
@@ -68,6 +86,17 @@ def score_in_chunks(
     assert head.result is not None, "the model did not use its output embeddings"
     logprobs, entropies = head.result
     return keep_in_graph(logprobs, outputs), entropies
+
+
+def top_tokens_in_chunks(
+    model: nn.Module, base: PreTrainedModel, linear: nn.Linear, tokens: PackedTokens
+) -> Tensor:
+    """The most likely token of each position."""
+    head = TopTokenHead(linear)
+    with replaced_head(base, head):
+        model(**tokens.model_inputs(), use_cache=False)
+    assert head.result is not None, "the model did not use its output embeddings"
+    return head.result
 
 
 def keep_in_graph(values: Tensor, outputs: Tensor) -> Tensor:

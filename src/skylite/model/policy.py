@@ -23,7 +23,7 @@ from skylite.config.train import TrainConfig
 from skylite.errors import ModelError
 from skylite.model.activation_checkpointing import Checkpointing, checkpoint_layers
 from skylite.model.chunked_logprobs import token_logprobs
-from skylite.model.lm_head import score_in_chunks
+from skylite.model.lm_head import score_in_chunks, top_tokens_in_chunks
 from skylite.model.load_adapter import load_adapter_file
 from skylite.model.loading import decoder_layers, load_base
 from skylite.model.lora_linear import fuse_lora_layers
@@ -140,6 +140,19 @@ def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Ten
             )
         logits = policy.model(**tokens.model_inputs(), use_cache=False).logits
     return token_logprobs(logits.flatten(0, 1), tokens.rows, tokens.targets, temperature)
+
+
+@torch.no_grad()
+def is_top_token(policy: Policy, tokens: PackedTokens) -> Tensor:
+    """Bool [C]: the completion tokens that are the policy's most likely ones."""
+    with policy.autocast():
+        if policy.lm_head is not None:
+            base = policy.model.get_base_model()
+            top = top_tokens_in_chunks(policy.model, base, policy.lm_head, tokens)
+        else:
+            logits = policy.model(**tokens.model_inputs(), use_cache=False).logits
+            top = logits.flatten(0, 1).argmax(-1)
+    return top[tokens.rows] == tokens.targets
 
 
 def adapter_params(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:

@@ -6,13 +6,16 @@ Produces: evals/ and the scores. Unblocks: sampling of the next step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from skylite.config.train import TrainConfig
 from skylite.environments.source import GroupRequest
+from skylite.evaluation.confidence_interval import MeanScore
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
 from skylite.progress_reporting import long_work
+from skylite.rollout.plan import RunPlan
 from skylite.rollout.session_resources import Session
 from skylite.run.metrics_file import (
     EVAL_METRIC,
@@ -44,22 +47,35 @@ async def evaluate_at_start(session: Session, versions: Sequence[int]) -> None:
         await evaluate_held_out(session, "step", version=version)
 
 
-async def evaluate_held_out(session: Session, label: Label, version: int) -> EvalResult | None:
-    """The greedy score on the held-out problems, shown and saved in evals/. None if the run has none."""
+async def evaluate_held_out(session: Session, label: Label, version: int) -> None:
+    """The score on the held-out rows, if the run has any, shown and saved in evals/."""
     plan = session.plan
     if not plan.held_out:
-        return None
-    session.progress.phase("evaluating", f"{label}: {len(plan.held_out)} held-out problems")
-    result = await _evaluate(session, version)
-    write_results(plan.run.evals / f"{label}-v{version:06d}.parquet", result)
-    score = result.score
+        return
+    session.progress.phase("evaluating", f"{label}: {len(plan.held_out)} held-out rows")
+    if plan.config.source.name == "offline":
+        score, text = trainer_score(plan, version)
+    else:
+        result = await _evaluate(session, version)
+        write_results(plan.run.evals / f"{label}-v{version:06d}.parquet", result)
+        # One partial score so far makes all of them rewards.
+        is_binary = result.score.is_binary and scores_are_binary(plan.run)
+        score, shown = result.score, replace(result.score, is_binary=is_binary)
+        text = f"greedy {shown.name} {shown}"
+        add_to_step(plan.run.metrics_path, version, {EVAL_METRIC: score.mean})
     write_score(plan.run, label, version, score.mean, plan.config.eval, is_binary=score.is_binary)
-    add_to_step(plan.run.metrics_path, version, {EVAL_METRIC: score.mean})
     when = f"step {version}: " if label == "step" else ""
-    # One partial score so far makes all of them rewards.
-    score = replace(score, is_binary=score.is_binary and scores_are_binary(plan.run))
-    session.progress.screen.evaluation(label, f"{when}greedy {score.name} {score}")
-    return result
+    session.progress.screen.evaluation(label, f"{when}{text}")
+
+
+def trainer_score(plan: RunPlan, version: int) -> tuple[MeanScore, str]:
+    """The share of held-out tokens or pairs that the policy gets right, and a text with the loss.
+
+    The trainer scored the version before it wrote the step's file.
+    """
+    metrics = plan.run.read_json(plan.run.trainer_step_path(version))["metrics"]
+    score = MeanScore(float(metrics[EVAL_METRIC]), math.nan, math.nan, len(plan.held_out), is_binary=True)
+    return score, f"accuracy {score.value}, loss {metrics['eval/loss']:.4g} ({len(plan.held_out)} rows)"
 
 
 async def _evaluate(session: Session, version: int) -> EvalResult:

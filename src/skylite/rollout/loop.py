@@ -173,7 +173,8 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
             )
         progress.phase("syncing", adapter_name(step))
         adapter, load_s = await load_adapter(session, step)
-        sync_s = time.monotonic() - trainer_step.trained[1]
+        eval_s = trainer_step.metrics.get("time/eval_s", 0.0)  # of a trainer that scores held-out rows itself
+        sync_s = time.monotonic() - trainer_step.trained[1] - eval_s
         report = await verify_adapter(session, adapter, load_s)
         is_evaluated = is_evaluated_after(plan.config, step)
         if not is_evaluated:

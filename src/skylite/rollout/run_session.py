@@ -159,6 +159,7 @@ async def _run(
         f"{plan.config.engine.num_engines} engine(s); trainer: {plan.config.trainer.num_ranks} rank(s)",
     )
     plan.run.canary_path.unlink(missing_ok=True)  # the trainer waits for the new one
+    plan.run.held_out_path.unlink(missing_ok=True)
     async with contextlib.AsyncExitStack() as stack:
         modules = predict_target_modules(plan.resolved.model.path, plan.config.lora)
         tolerance = plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.placement.dtype]

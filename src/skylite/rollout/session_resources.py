@@ -11,11 +11,13 @@ from pathlib import Path
 from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, run_template
 from skylite.engine.canary import canary_sequences
 from skylite.engine.engine_pool import EnginePool
-from skylite.environments.source import RolloutSource
+from skylite.environments.offline_source import Offline
+from skylite.environments.source import GroupRequest, RolloutSource
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.progress import Progress
 from skylite.rollout.shutdown import TimeLimit
 from skylite.run.files import write_json
+from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import AdapterVersion, adapter_name
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,10 @@ class Session:
 
 
 async def start_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> ChatTokenizer:
-    """Load the tokenizer and write the canary sequences, for which the trainer waits. `stack` closes it."""
+    """Load the tokenizer and write the canary sequences, for which the trainer waits. `stack` closes it.
+
+    The trainer finds the rows that it scores itself when it finds the canary.
+    """
     tokenizer = await asyncio.to_thread(
         load_tokenizer, plan.resolved.model.path, run_template(plan.run_config)
     )
@@ -55,6 +60,10 @@ async def start_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> Ch
     sequences = await asyncio.to_thread(
         canary_sequences, tokenizer, plan.train, plan.resolved.placement.dtype
     )
+    if plan.config.source.name == "offline" and plan.held_out:
+        rows = Offline(plan.config, tokenizer, plan.resolved.model.path)
+        request = GroupRequest(model="", version=0, engines=[], temperature=1.0)
+        write_rollouts(plan.run.held_out_path, await rows.sample(plan.held_out, request))
     write_json(plan.run.canary_path, {"sequences": sequences, "longest_prompt_tokens": longest})
     return tokenizer
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -208,12 +208,6 @@ class EpisodesSource(SampledSource):
             yield source
 
 
-NO_HELD_OUT = (
-    "no held-out rows are scored during this run, because it starts no engine; "
-    "`skylite eval RUN --data DATA` scores its adapters"
-)
-
-
 class OfflineSource:
     """Prepared chats or pairs. No engine, no reward."""
 
@@ -248,10 +242,9 @@ class OfflineSource:
         held_out: Sequence[Prompt],
     ) -> CheckedPrompts:
         limit = config.max_sequence_tokens
-        counts = Offline(config, tokenizer, model_path).too_long(train, limit)
+        counts = Offline(config, tokenizer, model_path).too_long([*train, *held_out], limit)
         name = f"rollout.max_prompt_tokens + rollout.max_completion_tokens={limit}"
-        fitting = fitting_prompts(config, train, held_out, counts, name)
-        return replace(fitting, notes=[*fitting.notes, Note(NO_HELD_OUT)])
+        return fitting_prompts(config, train, held_out, counts, name)
 
     @contextlib.asynccontextmanager
     async def running(

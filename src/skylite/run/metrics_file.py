@@ -24,7 +24,7 @@ Label = Literal["before", "step", "after"]
 DESCRIPTIONS = "metrics.toml"
 LARGEST = 1e100
 """Sums of larger numbers and their squares would overflow. They count as missing."""
-EVAL_METRIC = "eval/reward_mean"
+EVAL_METRIC = "eval/score"
 """The held-out score of the version that a step published, once it is evaluated."""
 
 

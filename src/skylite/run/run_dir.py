@@ -111,6 +111,11 @@ class RunDir:
         return self.root / "canary.json"
 
     @property
+    def held_out_path(self) -> Path:
+        """The held-out rows of a run without an engine, for its trainer, which scores them."""
+        return self.root / "held_out.parquet"
+
+    @property
     def micro_batch_path(self) -> Path:
         """Tokens per micro-batch that replace the setting: {"tokens": N, "reason": text, "setting": value}.
 

@@ -48,7 +48,7 @@ from skylite.trainer.micro_batch_memory import (
 )
 from skylite.trainer.optimizer import FlatAdamW
 from skylite.trainer.publish_adapter import b_norm, publish
-from skylite.trainer.step import train_step
+from skylite.trainer.step import held_out_metrics, train_step
 from skylite.trainer.trainer import Trainer, make_trainer
 from skylite.types import TrainingExample
 
@@ -65,6 +65,8 @@ class LoopState:
     """[S][L - 1] canary logprobs of the base model, which never changes."""
     choices: list[str]
     """A sentence per shortcut: used or not, and why."""
+    held_out: list[TrainingExample] = field(default_factory=list)
+    """Rows that the trainer scores. Empty: the engine scores the held-out prompts."""
 
     @property
     def config(self) -> TrainConfig:
@@ -111,7 +113,7 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
     interval, printed = CheckpointInterval(state.config.checkpoint.every), 0
     first = done = restore(state) if resume else 0
     started = time.monotonic()
-    metrics = publish_version(state, done)
+    metrics = publish_version(state, done) | score_held_out(state, done)
     facts = {"resumed": done > 0, "choices": state.choices}
     write_step_file(run, dist, done, common_facts(state) | facts, metrics, (started, started))
     for step in range(done + 1, state.config.num_steps + 1):
@@ -130,6 +132,7 @@ def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
             metrics |= reject_step(run, state.config, dist, step, reason, metrics, save, hint)
             metrics |= publish_version(state, step)
         done = step
+        metrics |= score_held_out(state, step)
         # The first step also waits for the engine's start and the first evaluation.
         interval.step_ended(time.monotonic() - waited if step > first + 1 else None)
         notes: list[str] = []
@@ -175,6 +178,7 @@ def build_state(run: RunDir, run_config: RunConfig, dist: Dist) -> LoopState:
         canary_sequences=sequences,
         base_logprobs=base_canary_logprobs(policy, sequences),
         choices=choices,
+        held_out=read_held_out(run, dist),
     )
 
 
@@ -196,6 +200,12 @@ def wait_for_examples(state: LoopState, step: int) -> list[TrainingExample] | No
         return read_examples(path) if path.exists() else None
 
     return state.dist.wait_for(look) or None
+
+
+def read_held_out(run: RunDir, dist: Dist) -> list[TrainingExample]:
+    """The held-out rows, written before the canary. Rank 0 reads them for all."""
+    is_here = dist.is_main and run.held_out_path.exists()
+    return dist.share(read_examples(run.held_out_path) if is_here else [])
 
 
 def try_until_it_fits(
@@ -262,6 +272,16 @@ def publish_version(state: LoopState, version: int) -> dict[str, float]:
         published = publish(state.policy, state.run_config, version, canary)
         metrics |= {"adapter/bytes": float(published.num_bytes), "time/publish_s": published.seconds}
     return metrics | {"time/publish_and_canary_s": time.monotonic() - started}
+
+
+def score_held_out(state: LoopState, version: int) -> dict[str, float]:
+    """Metrics of the held-out rows, if the version is scored on them. All ranks call it."""
+    config, started = state.config, time.monotonic()
+    is_between = config.eval.every > 0 and version % config.eval.every == 0
+    if not state.held_out or not (is_between or version in (0, config.num_steps)):
+        return {}
+    metrics = held_out_metrics(state.trainer, state.held_out)
+    return metrics | {"time/eval_s": time.monotonic() - started}
 
 
 def score_canary(state: LoopState, version: int) -> Canary:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+
+from skylite.model.policy import is_top_token, score
 from skylite.trainer.metrics import MetricSums, step_metrics
 from skylite.trainer.micro_batches import arrange
+from skylite.trainer.precompute import loss_inputs, ref_logprobs
 from skylite.trainer.rollout_gaps import rollout_gaps
 from skylite.trainer.trainer import Trainer
 from skylite.types import TrainingExample
@@ -42,3 +47,21 @@ def train_step(
     if facts is not None and examples[0].sampling_logprobs is not None:
         facts["rollout_gaps"] = rollout_gaps(table, sums.scored, step, trainer.config, trainer.dist)
     return step_metrics(table, sums, trainer.algorithm, trainer.config, trainer.dist) | rates
+
+
+@torch.no_grad()
+def held_out_metrics(trainer: Trainer, examples: Sequence[TrainingExample]) -> dict[str, float]:
+    """The algorithm's metrics of held-out rows as one batch, without an update. All ranks call it."""
+    policy, algorithm, temperature = trainer.policy, trainer.algorithm, trainer.temperature
+    one_update = trainer.config.algorithm.model_copy(update={"updates_per_step": 1})
+    config = trainer.config.model_copy(update={"algorithm": one_update})
+    sums = {name: torch.zeros((), device=trainer.dist.device).double() for name in algorithm.held_out}
+    for micro in trainer.pack(arrange(examples, algorithm, config))[0]:
+        ref = ref_logprobs(policy, micro, temperature) if algorithm.needs_reference else None
+        logprobs, entropies = score(policy, micro.tokens, temperature)
+        is_top = is_top_token(policy, micro.tokens) if algorithm.counts_top_tokens else None
+        _, metrics = algorithm.loss(replace(loss_inputs(micro, logprobs, entropies, ref), is_top=is_top))
+        for name, of_loss in algorithm.held_out.items():
+            sums[name] += metrics[of_loss]
+    reduced = trainer.dist.all_reduce_sum_(torch.stack(list(sums.values())))
+    return dict(zip(sums, reduced.tolist(), strict=True))
