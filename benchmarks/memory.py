@@ -27,9 +27,10 @@ from typing import Any, Literal
 from shared import argument_parser, machine_info
 
 from skylite.config.train import RunConfig, TrainConfig
+from skylite.engine.model_sizes import model_sizes, sizes_of
+from skylite.engine.vllm.memory import engine_memory
 from skylite.processes.torchrun import trainer_env
 from skylite.resources import gpu_memory_plan
-from skylite.resources.model_sizes import model_sizes, sizes_of
 from skylite.run.files import write_json
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir
@@ -173,9 +174,7 @@ def compare_engine(model: Path, dtype: str) -> dict[str, Any]:
     config = settings(512, "selective")
     sizes = model_sizes(model, config.lora)
     variant = lora_sampling.Variant("engine", cpu_lora="merged" if dtype == "float32" else "dense")
-    engine = gpu_memory_plan.engine_memory(
-        sizes, config, "cpu", dtype, max_loras=2, cpu_lora=variant.cpu_lora
-    )
+    engine = engine_memory(sizes, config, "cpu", dtype, max_loras=2, cpu_lora=variant.cpu_lora)
     args = argparse.Namespace(model=model, dtype=dtype, rank=32)
     with tempfile.TemporaryDirectory(prefix="skylite-") as text:
         folder = Path(text)

@@ -20,19 +20,13 @@ from typing import Any
 from write_or_check import write_or_check
 
 from skylite.config.train import TrainConfig
-from skylite.engine.start_engines import MAX_LORAS
+from skylite.engine.model_sizes import ModelSizes, model_sizes
 from skylite.engine.tensor_parallel import check_divisible
+from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError
 from skylite.processes.gpus import Gpu
-from skylite.resources.gpu_memory_plan import (
-    GPU_BLOCK_SIZE,
-    divide_gpus,
-    engine_memory,
-    most_tokens,
-    trainer_memory,
-)
+from skylite.resources.gpu_memory_plan import divide_gpus, most_tokens, trainer_memory
 from skylite.resources.gpu_placement import GpuChoice
-from skylite.resources.model_sizes import ModelSizes, model_sizes
 
 PAGE = Path(__file__).resolve().parent / "how-to" / "gpus.md"
 BEGIN, END = "<!-- what-fits: begin -->", "<!-- what-fits: end -->"
@@ -161,7 +155,7 @@ def fit_with(folder: Path, mib: int, tree: dict[str, dict[str, Any]], layout: La
     trainer = trainer_memory(sizes, config, "cuda", "bfloat16")
     try:
         check_divisible(folder, layout.tensor_parallel)
-        engine = engine_memory(sizes, config, "cuda", "bfloat16", max_loras=MAX_LORAS, cpu_lora="auto")
+        engine = VllmLauncher().memory(config, folder, "cuda", "bfloat16", "auto")
         count = max([*layout.place.rank_gpus, *layout.place.engine_gpus]) + 1
         gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, mib << 20, "", False) for i in range(count)}
         budget, _ = divide_gpus(config, trainer, engine, layout.place, gpus)
@@ -169,14 +163,14 @@ def fit_with(folder: Path, mib: int, tree: dict[str, dict[str, Any]], layout: La
         return None
     assert budget.trainer_bytes is not None
     assert budget.kv_cache_bytes is not None
-    blocks = budget.kv_cache_bytes // (GPU_BLOCK_SIZE * engine.kv_per_token) - 1
+    held = engine.longest(budget.kv_cache_bytes) // engine.block_size
     tokens = most_tokens(config, trainer, budget.trainer_bytes + trainer.process)
     if not tokens:
         return None
     settings = changes(config, layout.shared)
     if tokens < config.trainer.tokens_per_micro_batch:
         settings.append(f"trainer.tokens_per_micro_batch={tokens}")
-    return Fit(settings, blocks // math.ceil((PROMPT + COMPLETION) / GPU_BLOCK_SIZE), tokens)
+    return Fit(settings, held // math.ceil((PROMPT + COMPLETION) / engine.block_size), tokens)
 
 
 @cache

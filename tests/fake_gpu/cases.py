@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM
 
 from skylite.adapters.target_modules import ROUTERS, matches
 from skylite.config.train import TrainConfig
+from skylite.engine.model_sizes import sizes_of
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS
 from skylite.model.policy import score
 from skylite.model.tree_attention import ROW_ELEMENTS
 from skylite.resources.gpu_memory_plan import TrainerMemory, trainer_memory
-from skylite.resources.model_sizes import sizes_of
 from skylite.trainer.critic import make_critic
 from skylite.trainer.metrics import MetricSums
 from skylite.trainer.micro_batches import MicroBatch, Table

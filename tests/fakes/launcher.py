@@ -17,7 +17,7 @@ from skylite.config.engine import CpuLora
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.engine.connections import Connections
-from skylite.engine.interface import EngineSpec, Sampling
+from skylite.engine.interface import EngineMemory, EngineSpec, Sampling
 from skylite.errors import EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Call
@@ -91,6 +91,13 @@ class FakeLauncher:
 
     def notes(self, config: TrainConfig, device: str, dtype: str, cpu_lora: CpuLora) -> list[str]:
         return ["the fake engine makes tokens up"]
+
+    def memory(
+        self, config: TrainConfig, model_path: Path, device: str, dtype: str, cpu_lora: CpuLora
+    ) -> EngineMemory:
+        return EngineMemory(
+            weights=0, lora_slots=0, activations=0, process=1 << 28, kv_per_token=0, block_size=1
+        )
 
     def command(self, spec: EngineSpec) -> list[str]:
         adapter = [] if spec.fixed_adapter is None else [str(spec.fixed_adapter.path)]

@@ -15,11 +15,10 @@ from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate
 from skylite.engine.connections import Address
+from skylite.engine.model_sizes import model_sizes, sizes_of
 from skylite.engine.vllm.launcher import VllmLauncher
-from skylite.engine.vllm.memory import served_rank
+from skylite.engine.vllm.memory import engine_memory, served_rank, slots_per_rank
 from skylite.engine.vllm.models import TABLE
-from skylite.resources.gpu_memory_plan import engine_memory
-from skylite.resources.model_sizes import model_sizes, sizes_of
 from skylite.run.run_dir import AdapterVersion
 from tests.integration.in_vllm import (
     HEAD_SIZE,
@@ -162,10 +161,11 @@ def test_vllm_allocates_the_predicted_part_on_each_gpu(gpus: int, answers: dict[
     shapes = {f"model.layers.0.{name}.weight": shape for name, shape in LAYER.items()}
     adapted = {name.removesuffix(".weight") for name in shapes}
     shapes["model.embed_tokens.weight"] = (VOCABULARY, HIDDEN)
-    part = sizes_of(shapes, {"num_attention_heads": HEADS}, adapted, LORA_RANK).per_gpu(gpus)
+    sizes = sizes_of(shapes, {"num_attention_heads": HEADS}, adapted, LORA_RANK)
+    part = sizes.per_gpu(gpus)
     # On 8 GPUs vLLM copies key-value heads, which the prediction leaves out.
     assert part.parameters == pytest.approx(vllm["layer"] + vllm["embedding"], rel=0.02 if gpus == 2 else 0.1)
-    assert part.slots_per_rank == pytest.approx(vllm["slots"], rel=0.02)
+    assert slots_per_rank(sizes, gpus) == pytest.approx(vllm["slots"], rel=0.02)
 
 
 def test_vllm_reads_every_flag_of_a_gpu_server_and_starts_in_its_share(answers: dict[str, Any]) -> None:

@@ -11,16 +11,12 @@ import pytest
 
 from skylite.config.resolved import MemoryPlan
 from skylite.config.train import TrainConfig
+from skylite.engine.interface import EngineMemory
+from skylite.engine.model_sizes import model_sizes
+from skylite.engine.vllm.memory import engine_memory
 from skylite.processes.gpus import Gpu
-from skylite.resources.gpu_memory_plan import (
-    EngineMemory,
-    TrainerMemory,
-    divide_gpus,
-    engine_memory,
-    trainer_memory,
-)
+from skylite.resources.gpu_memory_plan import TrainerMemory, divide_gpus, trainer_memory
 from skylite.resources.gpu_placement import GpuChoice
-from skylite.resources.model_sizes import model_sizes
 from tests.unit.doc_scripts import script
 
 MIB = 2**20

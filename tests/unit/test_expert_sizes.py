@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from skylite.config.train import TrainConfig
-from skylite.resources.gpu_memory_plan import engine_memory, trainer_memory
-from skylite.resources.model_sizes import Experts, experts_of, sizes_of
+from skylite.engine.model_sizes import Experts, experts_of, sizes_of
+from skylite.engine.vllm.memory import engine_memory
+from skylite.resources.gpu_memory_plan import trainer_memory
 from tests.unit.test_model_sizes import attention, stack
 
 HIDDEN, INNER, COUNT, PER_TOKEN = 32, 24, 6, 2

@@ -13,8 +13,10 @@ from safetensors.numpy import save_file
 
 from skylite.config.resolved import MemoryPlan
 from skylite.config.train import RunConfig, TrainConfig
+from skylite.engine.model_sizes import model_sizes
 from skylite.engine.start_engines import engine_spec
 from skylite.engine.vllm.launcher import VllmLauncher
+from skylite.engine.vllm.memory import engine_memory
 from skylite.errors import ConfigError
 from skylite.model.chunked_logprobs import BLOCK_ROWS, BLOCK_VOCAB, HEAD_CHUNK_ELEMENTS
 from skylite.notes import Note
@@ -23,13 +25,11 @@ from skylite.resources.gpu_memory_plan import (
     HEAD_BLOCK_ROWS,
     HEAD_BLOCK_VOCAB,
     HEAD_CHUNK,
-    engine_memory,
     kv_cache_bytes,
     plan_memory,
     trainer_memory,
 )
 from skylite.resources.gpu_placement import place
-from skylite.resources.model_sizes import model_sizes
 from tests.decisions import changed
 from tests.unit.gpu_cases import H200, RESOLVED, T4, Machine
 
@@ -88,7 +88,7 @@ def plan(
 ) -> tuple[MemoryPlan, list[Note]]:
     machine.lists(*gpus)
     machine.has_torch()
-    return plan_memory(settings, folder, "cuda", "bfloat16", "dense", place(settings, "cuda"))
+    return plan_memory(VllmLauncher(), settings, folder, "cuda", "bfloat16", "dense", place(settings, "cuda"))
 
 
 def test_a_rank_is_predicted_from_the_shapes(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_rank_gets_what_others_and_the_driver_leave_free(
     alone, _ = plan(machine, [H200] * gpus, folder, config())
     machine.lists(*[H200] * gpus, used_mib=used, reserved_mib=600, processes=["41, 29000, python3"])
     placement = place(config(), "cuda")
-    beside, _ = plan_memory(config(), folder, "cuda", "bfloat16", "dense", placement)
+    beside, _ = plan_memory(VllmLauncher(), config(), folder, "cuda", "bfloat16", "dense", placement)
     assert "warning: GPU 0 (NVIDIA H200) is not free: process 41 (python3) uses 28.3 GiB" in map(
         str, placement.notes
     )
@@ -242,7 +242,7 @@ def test_a_rank_that_others_leave_too_little_is_refused(machine: Machine, tmp_pa
     placement = place(config(), "cuda")
     folder = model(tmp_path / "m", 40)
     with pytest.raises(ConfigError, match=r"on GPU 0 .* and 0\.8 GiB are left; process 41 \(python3\) uses"):
-        plan_memory(config(), folder, "cuda", "bfloat16", "dense", placement)
+        plan_memory(VllmLauncher(), config(), folder, "cuda", "bfloat16", "dense", placement)
 
 
 def test_the_kv_cache_gets_what_is_left_of_a_small_share(machine: Machine, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from skylite.adapters.target_modules import predict_modules, predict_target_modules, short_names
 from skylite.config.lora import LoraConfig
+from skylite.engine.model_sizes import model_sizes
 from skylite.model.policy import adapted_modules
-from skylite.resources.model_sizes import model_sizes
 from tests.tiny_models import FAMILIES, OTHER_FAMILIES, make_tiny_model
 
 SETTINGS: dict[str, dict[str, Any]] = {

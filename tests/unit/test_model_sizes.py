@@ -11,9 +11,10 @@ import pytest
 from skylite.adapters import target_modules
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
+from skylite.engine.model_sizes import ModelSizes, sizes_of
+from skylite.engine.vllm.memory import engine_memory, slots_per_rank
 from skylite.errors import ConfigError
-from skylite.resources.gpu_memory_plan import engine_memory, kv_cache_bytes, trainer_memory
-from skylite.resources.model_sizes import ModelSizes, sizes_of
+from skylite.resources.gpu_memory_plan import kv_cache_bytes, trainer_memory
 
 GIB = 2**30
 Shapes = dict[str, tuple[int, ...]]
@@ -98,10 +99,10 @@ def test_a_part_of_a_packed_layer_has_the_slots_of_all_parts() -> None:
     adapted = {f"model.layers.0.self_attn.{name}" for name in ("q_proj", "v_proj", "o_proj")}
     found = sizes(shapes, {"architectures": ["LlamaForCausalLM"]}, adapted)
     assert found.lora_per_rank == 128 + 96 + 128
-    assert found.slots_per_rank == 128 + 96 + 96 + 128, "with k's"
+    assert slots_per_rank(found, 1) == 128 + 96 + 96 + 128, "with k's"
     engine = engine_memory(found, TrainConfig(), "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
-    assert engine.lora_slots == 2 * 32 * found.slots_per_rank * 2
-    assert sizes(shapes, {"architectures": ["Unknown"]}, adapted).slots_per_rank == found.lora_per_rank
+    assert engine.lora_slots == 2 * 32 * slots_per_rank(found, 1) * 2
+    assert slots_per_rank(sizes(shapes, {"architectures": ["Unknown"]}, adapted), 1) == found.lora_per_rank
 
 
 def test_the_adapter_of_a_mixture_of_experts_is_small(monkeypatch: pytest.MonkeyPatch) -> None:

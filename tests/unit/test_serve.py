@@ -167,6 +167,10 @@ def test_the_url_reaches_the_address_from_this_machine(host: str, url: str) -> N
     assert check_address(host, port) == f"http://{url}:{port}"
 
 
+def length_of(spec: EngineSpec) -> int:
+    return model_length(VllmLauncher(), TrainConfig(), spec)
+
+
 def test_a_cpu_serves_the_models_context_as_far_as_the_kv_cache_holds_it(tiny_llama: Path) -> None:
     """By hand: keys and values of each layer and head, in float32; vLLM keeps one block of 32 for itself."""
     config = json.loads((tiny_llama / "config.json").read_text())
@@ -174,14 +178,14 @@ def test_a_cpu_serves_the_models_context_as_far_as_the_kv_cache_holds_it(tiny_ll
     token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * 4
     spec = cpu_spec(tiny_llama)
     assert spec.max_model_len < config["max_position_embeddings"] == 2048
-    assert model_length(spec) == 2048
-    assert model_length(replace(spec, kv_cache_gib=token * 32 * (50 + 0.5) / 2**30)) == 49 * 32
-    assert model_length(replace(spec, kv_cache_gib=token * 64 / 2**30)) == spec.max_model_len, "the run's own"
+    assert length_of(spec) == 2048
+    assert length_of(replace(spec, kv_cache_gib=token * 32 * (50 + 0.5) / 2**30)) == 49 * 32
+    assert length_of(replace(spec, kv_cache_gib=token * 64 / 2**30)) == spec.max_model_len, "the run's own"
 
 
 def test_a_gpu_leaves_it_to_vllm(tiny_llama: Path) -> None:
     spec = replace(cpu_spec(tiny_llama), device="cuda")
-    spec = replace(spec, max_model_len=model_length(spec))
+    spec = replace(spec, max_model_len=length_of(spec))
     spec = replace(spec, address=Address("http://[::]:1", "key"), fixed_adapter=AdapterVersion(1, Path("a")))
     command = VllmLauncher().command(spec)
     assert re.search(r" --max-model-len -1 .*--host :: ", " ".join(command))

@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 
+from skylite.engine.model_sizes import model_sizes, sizes_of
+from skylite.engine.vllm.memory import PROCESS, TENSOR_PARALLEL_BUFFERS, engine_memory, slots_per_rank
 from skylite.processes.gpus import Gpu
-from skylite.resources.gpu_memory_plan import (
-    ENGINE_PROCESS,
-    TENSOR_PARALLEL_BUFFERS,
-    divide_gpus,
-    engine_memory,
-    trainer_memory,
-)
+from skylite.resources.gpu_memory_plan import divide_gpus, trainer_memory
 from skylite.resources.gpu_placement import GpuChoice
-from skylite.resources.model_sizes import model_sizes, sizes_of
 from tests.settings import load_config
 from tests.unit.doc_scripts import script
 from tests.unit.test_gpu_memory_plan import HIDDEN, INNER, KEYS, LAYERS, RANK, VOCAB, config, model
@@ -44,16 +39,16 @@ def test_each_gpu_holds_its_part(tmp_path: Path, gpus: int, keys: int) -> None:
     assert part.parameters == -(-sizes.parameters // gpus)
     # A of q, k, v, gate and up is complete, and so is B of o and down.
     complete = HIDDEN * (1 + 2 + 1 + 2 + 1)
-    assert part.slots_per_rank == LAYERS * (complete + (2 * HIDDEN + 2 * KEYS + 3 * INNER) // gpus)
+    assert slots_per_rank(sizes, gpus) == LAYERS * (complete + (2 * HIDDEN + 2 * KEYS + 3 * INNER) // gpus)
     assert part.cached == LAYERS * 2 * keys
 
     engine = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
     assert engine.weights == 2 * part.parameters
-    assert engine.lora_slots == 2 * 2 * 8 * part.slots_per_rank, "vLLM rounds rank 4 up to 8"
+    assert engine.lora_slots == 2 * 2 * 8 * slots_per_rank(sizes, gpus), "vLLM rounds rank 4 up to 8"
     assert engine.kv_per_token == 2 * 2 * keys * LAYERS
     logits = 128 * VOCAB * 4 * 3
     assert engine.activations == 8192 * (2 * INNER // gpus + 4 * HIDDEN) * 2 + logits, "logits are gathered"
-    assert engine.process == ENGINE_PROCESS["cuda"] + TENSOR_PARALLEL_BUFFERS
+    assert engine.process == PROCESS["cuda"] + TENSOR_PARALLEL_BUFFERS
 
 
 def test_one_gpu_holds_all(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_the_worker_limits_torch_before_it_loads_the_model(
 
 def planned_bytes(config: TrainConfig, model: Path) -> int:
     """What the memory plan gives a rank on the machine as it is now."""
-    budget, _ = plan_memory(config, model, "cuda", "bfloat16", "dense", place(config, "cuda"))
+    budget, _ = plan_memory(VllmLauncher(), config, model, "cuda", "bfloat16", "dense", place(config, "cuda"))
     assert budget.trainer_bytes is not None
     return budget.trainer_bytes
 

@@ -28,13 +28,13 @@ from skylite.adapters.folder import find_adapter
 from skylite.cli.options import Model, Step, Verbose
 from skylite.cli.setting_flags import takes_settings
 from skylite.config.provenance import Provenance
+from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate, run_template
 from skylite.engine.chat import longest_sequence
 from skylite.engine.connections import KEY_VARIABLE, Address
-from skylite.engine.interface import BASE_NAME, EngineSpec
+from skylite.engine.interface import BASE_NAME, EngineSpec, Launcher
 from skylite.engine.model_limits import context_length
 from skylite.engine.start_engines import engine_config, single_engine_spec
-from skylite.engine.vllm.memory import CPU_BLOCK_SIZE
 from skylite.engine.watchdog import bring_up, engine_process, engine_starting
 from skylite.errors import ConfigError
 from skylite.hub.resolve import resolve_model
@@ -42,8 +42,6 @@ from skylite.processes.child import Child, child_died, kill, poll, start
 from skylite.processes.own_network import check_network
 from skylite.processes.private_folders import state_folder
 from skylite.progress_reporting import duration
-from skylite.resources.gpu_memory_plan import DTYPE_BYTES
-from skylite.resources.model_sizes import cached_per_token
 from skylite.rollout.trusted_programs import allowed_launcher
 from skylite.ui.logs import show, shows_debug
 from skylite.untrusted_files import open_file
@@ -94,7 +92,7 @@ def serve(
     log_template(template)
     spec = replace(
         spec,
-        max_model_len=model_length(spec),
+        max_model_len=model_length(launcher, config, spec),
         fixed_adapter=served.adapter,
         template=template,
         address=Address(url_of(host, port), here.token),
@@ -165,7 +163,7 @@ def url_of(host: str, port: int) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def model_length(spec: EngineSpec) -> int:
+def model_length(launcher: Launcher, config: TrainConfig, spec: EngineSpec) -> int:
     """Tokens of the longest sequence: what the model was made for, as far as the KV cache holds them.
 
     -1: the engine finds out. On a CPU it cannot, because its batches must be as long, and they get a size at
@@ -173,12 +171,11 @@ def model_length(spec: EngineSpec) -> int:
     """
     if spec.device == "cuda":
         return -1
-    context, cached = context_length(spec.model_path), cached_per_token(spec.model_path)
-    if not context or not cached:
+    context = context_length(spec.model_path)
+    memory = launcher.memory(config, spec.model_path, spec.device, spec.dtype, spec.cpu_lora)
+    if not context or not memory.kv_per_token:
         return spec.max_model_len
-    block = cached * DTYPE_BYTES[spec.dtype] * CPU_BLOCK_SIZE
-    fitting = (int(spec.kv_cache_gib * 2**30) // block - 1) * CPU_BLOCK_SIZE  # one is the engine's own
-    length = max(spec.max_model_len, min(context, fitting))
+    length = max(spec.max_model_len, min(context, memory.longest(spec.kv_cache_gib * 2**30)))
     if length < context:
         logger.info(
             f"sequences of up to {length:,} tokens: engine.kv_cache_gib={spec.kv_cache_gib:g} holds no more, "

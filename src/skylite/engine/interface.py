@@ -21,6 +21,8 @@ from skylite.types import Call
 
 BASE_NAME = "base"
 """Served name of the model without an adapter."""
+MAX_LORAS = 2
+"""Adapters that a run serves at once: version k, and k + 1 while requests for k are in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,33 @@ class EngineSpec:
     """GPU only: how many of them share the model."""
     shared_network: bool = False
     """TrainConfig.shared_network."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Predicted bytes of one engine, on each of its GPUs."""
+
+    weights: int
+    lora_slots: int
+    """A and B of every adapted matrix, for each adapter that is served at once."""
+    activations: int
+    process: int
+    kv_per_token: int
+    """0: unknown."""
+    block_size: int
+    """Tokens of the largest block of the KV cache."""
+
+    def before_kv(self) -> int:
+        """Everything but the KV cache."""
+        return self.weights + self.lora_slots + self.activations + self.process
+
+    def kv_cache(self, tokens: int, sequences: int = 1) -> int:
+        """For sequences of so many tokens: each has full blocks, and an engine holds one for itself."""
+        return (sequences * -(-tokens // self.block_size) + 1) * self.block_size * self.kv_per_token
+
+    def longest(self, kv_cache: float) -> int:
+        """Tokens of the longest sequence that a KV cache of so many bytes holds."""
+        return (int(kv_cache) // (self.block_size * self.kv_per_token) - 1) * self.block_size
 
 
 class Engine(Protocol):
@@ -146,6 +175,11 @@ class Launcher(Protocol):
 
     def notes(self, config: TrainConfig, device: str, dtype: str, cpu_lora: CpuLora) -> list[str]:
         """What the user should know about a run with these settings."""
+
+    def memory(
+        self, config: TrainConfig, model_path: Path, device: str, dtype: str, cpu_lora: CpuLora
+    ) -> EngineMemory:
+        """What an engine of this run will take. Raises ModelError for a damaged model folder."""
 
     def command(self, spec: EngineSpec) -> list[str]:
         """The command line of a server at `spec.address`.

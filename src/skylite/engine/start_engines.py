@@ -15,7 +15,7 @@ from skylite.config.loading import change_config
 from skylite.config.provenance import Provenance
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.connections import Address
-from skylite.engine.interface import Engine, EngineSpec, Launcher
+from skylite.engine.interface import MAX_LORAS, Engine, EngineSpec, Launcher
 from skylite.engine.model_limits import check_context
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.tensor_parallel import SETTING, check_divisible, check_machine
@@ -29,8 +29,6 @@ from skylite.run.run_dir import AdapterVersion
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-MAX_LORAS = 2
-"""Version k, and version k + 1 while requests for k are in flight."""
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from skylite.errors import ConfigError, ModelError
 from skylite.evaluation.confidence_interval import score_name, score_value
 from skylite.export.gguf import find_converter
 from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, model_files, resolve_model, tensor_shapes
-from skylite.processes.hardware import available_memory
+from skylite.processes.hardware import DTYPE_BYTES, available_memory
 from skylite.run.files import format_bytes
 from skylite.run.metrics_file import held_out_scores, scores_are_binary
 from skylite.run.own_folders import require_own_place
@@ -28,7 +28,6 @@ from skylite.untrusted_text import parse_json
 
 logger = logging.getLogger(__name__)
 Dtype = Literal["float32", "bfloat16", "float16"]
-DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 MEMORY_FACTOR = 1.2
 """Memory of an export per byte of the float32 model."""
 

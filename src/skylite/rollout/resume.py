@@ -19,6 +19,7 @@ from skylite.config.provenance import NOTHING_TYPED, Provenance
 from skylite.config.resolved import MemoryPlan, Placement, Resolved, Trust
 from skylite.config.rollout import RewardParameters
 from skylite.config.train import RunConfig, TrainConfig
+from skylite.engine.launchers import load_launcher
 from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import check_folder, resolve_model
 from skylite.notes import log_notes
@@ -86,6 +87,7 @@ def plan_resume(
         update={"rank_gpus": gpus.rank_gpus, "engine_gpus": gpus.engine_gpus}
     )
     memory, notes = plan_memory(
+        load_launcher(config, programs),
         config,
         recorded.resolved.model.path,
         placement.device,

@@ -18,9 +18,16 @@ from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate
 from skylite.engine.connections import HEADER_BYTES, KEY_VARIABLE
-from skylite.engine.interface import BASE_NAME, EngineSpec
+from skylite.engine.interface import BASE_NAME, MAX_LORAS, EngineMemory, EngineSpec
+from skylite.engine.model_sizes import model_sizes
 from skylite.engine.vllm.client import VllmClient
-from skylite.engine.vllm.memory import CPU_BATCHED_TOKENS, CPU_BLOCK_SIZE, MERGED_MEMORY, served_rank
+from skylite.engine.vllm.memory import (
+    CPU_BATCHED_TOKENS,
+    CPU_BLOCK_SIZE,
+    MERGED_MEMORY,
+    engine_memory,
+    served_rank,
+)
 from skylite.engine.vllm.models import check_build, check_lora, check_torchvision
 from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER, SWITCH
 from skylite.engine.vllm.plugin import processes as plugin_processes
@@ -98,6 +105,13 @@ class VllmLauncher:
                 f"that holds rank {rank}"
             )
         return notes + (_cpu_notes(config, dtype, cpu_lora) if device == "cpu" else [])
+
+    def memory(
+        self, config: TrainConfig, model_path: Path, device: str, dtype: str, cpu_lora: CpuLora
+    ) -> EngineMemory:
+        """Predicted from the shapes in the model's files (engine/vllm/memory.py)."""
+        sizes = model_sizes(model_path, config.lora)
+        return engine_memory(sizes, config, device, dtype, max_loras=MAX_LORAS, cpu_lora=cpu_lora)
 
     def command(self, spec: EngineSpec) -> list[str]:
         """The server's command line. With a fixed adapter it is public: each request needs the key."""

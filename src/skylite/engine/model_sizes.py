@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from skylite.adapters.target_modules import EXPERTS, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.tensor_parallel import HEADS, text_section
-from skylite.engine.vllm.memory import packed_layers
 from skylite.hub.resolve import tensor_shapes
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
@@ -20,8 +19,6 @@ Shapes = Mapping[str, Sequence[int]]
 OTHER_TOWERS = ("vision", "visual", "image", "audio", "mm_")
 """In the names of layers that see no text tokens."""
 FUSED_QKV = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
-DIVIDED_INPUTS = ("o_proj", "down_proj", "fc2", "w2", "dense", "dense_4h_to_h", "out_proj", "c_proj")
-"""Layers whose inputs the engine divides among several GPUs; it divides the outputs of the others."""
 LATENT_CACHE = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe")
 """Model types for which the engine caches one latent vector per token and layer."""
 EXPERTS_PER_TOKEN = (
@@ -36,6 +33,13 @@ EXPERT_INDICES = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
     """What memory depends on. Counts of elements."""
+
+    shapes: Shapes
+    """Of all tensors, by name."""
+    adapted: Collection[str]
+    """Modules with LoRA."""
+    config: Mapping[str, Any]
+    """config.json."""
 
     parameters: int
     largest_layer: int
@@ -54,10 +58,6 @@ class ModelSizes:
     """Parameters of an adapter of the run's rank."""
     lora_per_rank: int
     """The same of rank 1."""
-    slots_per_rank: int
-    """The same with all parts of a layer that the engine packs: it gives each part its slots."""
-    slots_divided: int
-    """Those that several GPUs divide. The others are on each."""
     kept: int
     """Elements per token that a forward pass keeps over all layers, if norms and activations are recomputed
     (trainer.checkpointing=selective)."""
@@ -81,7 +81,6 @@ class ModelSizes:
             parameters=math.ceil(self.parameters / gpus),
             intermediate=math.ceil(self.intermediate / gpus),
             expert_intermediate=math.ceil(self.expert_intermediate / gpus),
-            slots_per_rank=self.slots_per_rank - self.slots_divided + math.ceil(self.slots_divided / gpus),
             cached=None if self.cached is None else math.ceil(self.cached / heads),
         )
 
@@ -119,12 +118,6 @@ def model_sizes(model_path: Path, lora: LoraConfig) -> ModelSizes:
     return sizes_of(tensor_shapes(model_path), config, predict_modules(model_path, lora)[1], lora.rank)
 
 
-def cached_per_token(model_path: Path) -> int | None:
-    """Numbers that the KV cache holds for a token; None: unknown. Raises ModelError for a damaged file."""
-    config = parse_json(read_text(model_path / "config.json"))
-    return sizes_of(tensor_shapes(model_path), config, (), 0).cached
-
-
 def sizes_of(shapes: Shapes, config: Mapping[str, Any], adapted: Collection[str], rank: int) -> ModelSizes:
     """The sizes of a model with these tensors and this config.json, and LoRA on the modules `adapted`."""
     layers = text_layers(shapes)
@@ -135,12 +128,14 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any], adapted: Collection[str]
     dense = [{n: s for n, s in layer.items() if EXPERTS not in f".{n}"} for layer in layers.values()]
     shrunk = [rank * sum(_path(prefix + n) in adapted for n in layer) for prefix, layer in layers.items()]
     kept = [_kept(*parts, hidden) for parts in zip(dense, attentions, experts, shrunk, strict=True)]
-    slots = {path: shapes[f"{path}.weight"] for path in _packed(shapes, adapted, packed_layers(config))}
     in_layers = [_elements(layer) for layer in layers.values()]
     lora = sum(sum(shape) for name, shape in shapes.items() if _path(name) in adapted)
     first = attentions[0] if attentions else Attention(0, 0, 0, None)
     cached = [a.cached for a in attentions]
     return ModelSizes(
+        shapes=shapes,
+        adapted=adapted,
+        config=config,
         parameters=_elements(shapes),
         largest_layer=max(in_layers, default=0),
         outside_layers=_elements(shapes) - sum(in_layers),
@@ -152,8 +147,6 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any], adapted: Collection[str]
         num_layers=len(layers),
         lora=rank * lora,
         lora_per_rank=lora,
-        slots_per_rank=sum(map(sum, slots.values())),
-        slots_divided=sum(shape[path.rpartition(".")[2] in DIVIDED_INPUTS] for path, shape in slots.items()),
         kept=sum(k.kept for k in kept),
         recomputed=sum(k.recomputed for k in kept),
         kept_float32=sum(k.float32 for k in kept),
@@ -251,16 +244,6 @@ def _mlp(layer: Shapes) -> int:
     """Inner size."""
     one = _matrix(layer, "gate_proj", "up_proj", "fc1", "w1", "dense_h_to_4h")[0]
     return one or _matrix(layer, "gate_up_proj")[0] // 2
-
-
-def _packed(shapes: Shapes, adapted: Iterable[str], packed: Sequence[Sequence[str]]) -> set[str]:
-    """The adapted modules, and those that the engine packs with one of them."""
-    modules = set(adapted)
-    for path in adapted:
-        parent, _, name = path.rpartition(".")
-        siblings = {f"{parent}.{other}" for parts in packed if name in parts for other in parts}
-        modules |= {sibling for sibling in siblings if f"{sibling}.weight" in shapes}
-    return modules
 
 
 def _matrix(layer: Shapes, *names: str) -> Sequence[int]:
