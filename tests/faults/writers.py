@@ -44,7 +44,7 @@ from skylite.run.status import Status, write_status
 from skylite.trainer.anomaly import save_rejected_step
 from skylite.trainer.checkpoint import save_checkpoint
 from skylite.trainer.optimizer import FlatAdamW
-from skylite.trainer.publish_adapter import publish
+from skylite.trainer.publish_adapter import write_adapter
 from skylite.trainer.worker import report_error
 from skylite.types import Call, Group, Prompt, Trajectory
 from tests.cases import optimizer_of, policy_of
@@ -121,7 +121,7 @@ def writers(policy: Policy, optimizer: FlatAdamW, model: Path) -> dict[str, Call
             pass
 
     return {
-        "publish": lambda folder, v: publish(policy, config(folder), v, CANARY),
+        "publish": lambda folder, v: write_adapter(policy, config(folder), v, CANARY),
         "checkpoint": lambda folder, v: checkpoint(RunDir(folder), v, optimizer),
         "rollouts": lambda folder, v: write_rollouts(RunDir(folder).rollout_path(v), groups(v)),
         "metrics": lambda folder, v: append_metrics(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skylite.algorithms.losses import AGGREGATIONS, BatchSize, LossInputs, is_clipped
-from skylite.algorithms.token_selection import (
+from skylite.algorithms.policy_gradient import (
     clip_cov_selection,
     covariances,
     entropy_threshold,

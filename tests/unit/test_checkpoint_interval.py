@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skylite.trainer.checkpoint_interval import CheckpointInterval
+from skylite.trainer.checkpoint import CheckpointInterval
 
 
 def checkpointed(every: int | None, step_s: float, cost_s: float, steps: int = 40) -> list[int]:

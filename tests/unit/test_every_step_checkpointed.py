@@ -35,7 +35,7 @@ def test_a_recorded_step_survives_and_a_resume_is_bit_equal(
         write_step_file(run, dist, step, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loop, "write_step_file", report)
-    monkeypatch.setattr("skylite.trainer.checkpoint_interval.MOST_COST", 1e9)  # a tiny step costs less
+    monkeypatch.setattr("skylite.trainer.checkpoint.MOST_COST", 1e9)  # a tiny step costs less
     with lone_rank() as dist:
         loop.train(run, read_run_config(run.config_path), dist, resume=False)
         assert saved == [(0, []), (1, [1]), (2, [1, 2]), (3, [1, 2, 3])]

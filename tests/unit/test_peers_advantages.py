@@ -94,7 +94,7 @@ def test_verl_group_advantages_with_the_kl_in_the_reward(verl, name):
 
 def credited(case: Case, micro: MicroBatch, config: TrainConfig) -> MicroBatch:
     table, algorithm = table_of(samples_of(case), config), make_algorithm(config)
-    (micro,) = credit(table, [micro], algorithm, config.algorithm, ALONE)
+    (micro,) = credit(table, [micro], algorithm, ALONE)
     return micro
 
 

@@ -257,7 +257,7 @@ def test_trl_from_rewards_to_gradients(trl, monkeypatch, mask_truncated):
     (micro_batches,) = pack(table, algorithm, policy, config, ALONE)
     assert len(micro_batches) >= 2
     loss, grads = torch.tensor(0.0), torch.zeros_like(case.policy)
-    for micro in credit(table, micro_batches, algorithm, config.algorithm, ALONE):
+    for micro in credit(table, micro_batches, algorithm, ALONE):
         numbers = micro.numbers
         logprobs = torch.cat([case.policy[n][case.mask[n]] for n in numbers]).requires_grad_()
         old = torch.cat([case.old[n][case.mask[n]] for n in numbers])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save
 from skylite.adapters.manifest import Canary, read_manifest
 from skylite.config.train import RunConfig
 from skylite.errors import SyncFailed
-from skylite.trainer.publish_adapter import adapter_tensors, publish
+from skylite.trainer.publish_adapter import adapter_tensors, write_adapter
 from tests.cases import policy_of
 from tests.decisions import resolved
 from tests.small_run import lone_rank, settings
@@ -27,14 +27,13 @@ def test_a_published_file_holds_the_adapter_and_never_changes(
     with lone_rank() as dist:
         policy = replace(policy_of(tiny_llama, settings(), dist), dtype=dtype)
     run_config = RunConfig(skylite_version="test", config=settings(), resolved=resolved(tiny_llama, tmp_path))
-    published = publish(policy, run_config, 3, CANARY)
-    loaded, tensors = load_file(published.adapter.weights_path), adapter_tensors(policy)
+    adapter = write_adapter(policy, run_config, 3, CANARY)
+    loaded, tensors = load_file(adapter.weights_path), adapter_tensors(policy)
     assert loaded.keys() == tensors.keys()
     assert all(t.dtype == dtype and torch.equal(loaded[name], t) for name, t in tensors.items())
-    assert published.adapter.weights_path.read_bytes() == save(tensors, {"format": "pt"})
-    assert published.num_bytes == published.adapter.weights_path.stat().st_size
-    assert read_manifest(published.adapter.path).version == 3  # checks the hash
-    assert publish(policy, run_config, 3, CANARY).adapter == published.adapter
+    assert adapter.weights_path.read_bytes() == save(tensors, {"format": "pt"})
+    assert read_manifest(adapter.path).version == 3  # checks the hash
+    assert write_adapter(policy, run_config, 3, CANARY) == adapter
     next(iter(policy.lora.values())).data[0, 0] += 1
     with pytest.raises(SyncFailed, match="already exists with other weights"):
-        publish(policy, run_config, 3, CANARY)
+        write_adapter(policy, run_config, 3, CANARY)

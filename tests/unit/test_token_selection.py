@@ -2,7 +2,7 @@
 
 import torch
 
-from skylite.algorithms.token_selection import (
+from skylite.algorithms.policy_gradient import (
     clip_cov_selection,
     covariances,
     entropy_threshold,

@@ -150,7 +150,7 @@ def test_every_token_of_every_call_gets_the_trajectorys_advantage(tiny_llama: Pa
     table, algorithm = table_of(rows, config), make_algorithm(config)
     assert table.lengths.tolist() == [[3.0, 2.0]]
     (micro_batches,) = pack(table, algorithm, policy_of(tiny_llama, config, dist), config, dist)
-    (micro,) = credit(table, micro_batches, algorithm, config.algorithm, dist)
+    (micro,) = credit(table, micro_batches, algorithm, dist)
     assert micro.advantages is not None
     by_token = dict(zip(micro.tokens.targets.tolist(), micro.advantages.tolist(), strict=True))
     assert by_token == {3: 0.5, 5: 0.5, 6: 0.5, 7: -0.5, 8: -0.5}
@@ -170,7 +170,7 @@ def test_ppo_returns_follow_the_sampled_tokens_of_a_trajectory(tiny_llama: Path,
     table, algorithm = table_of(rows, config), make_algorithm(config)
     ((micro,),) = pack(table, algorithm, policy, config, dist)
     micro = replace(micro, values=torch.zeros(5))
-    (micro,) = credit(table, [micro], algorithm, config.algorithm, dist)
+    (micro,) = credit(table, [micro], algorithm, dist)
     assert micro.returns is not None
     assert dict(zip(micro.tokens.targets.tolist(), micro.returns.tolist(), strict=True)) == {
         3: 0.25,

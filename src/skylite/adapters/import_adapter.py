@@ -138,7 +138,7 @@ def check_warm_start(config: TrainConfig, model_path: Path, fingerprint: str) ->
     )
     alpha = config.lora.alpha
     notes.append(Note(f"warm start from {found.folder} (rank {found.rank}, alpha {alpha:g}, {version})"))
-    if config.algorithm.uses_ref and config.algorithm.kl_ref == "base":
+    if config.pulls_to_base:
         notes.append(
             warning(
                 "algorithm.kl_ref=base pulls a warm start back to the base model; "

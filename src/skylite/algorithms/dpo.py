@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from skylite.algorithms.interface import Algorithm, KeepTogether
-from skylite.algorithms.losses import BatchSize, LossInputs
-from skylite.algorithms.sums_per_trajectory import segment_sum
+from skylite.algorithms.losses import BatchSize, LossInputs, segment_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +18,7 @@ class DirectPreferenceOptimization(Algorithm):
     means = ("loss/policy", "rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy")
     held_out = {"eval/score": "rewards/accuracy", "eval/loss": "loss/policy", "eval/margin": "rewards/margin"}
     beta: float
+    updates_per_step: int = 1
 
     @property
     def needs_reference(self) -> bool:

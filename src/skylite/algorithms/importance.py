@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skylite.algorithms.kl import k3
-from skylite.algorithms.sums_per_trajectory import segment_mean, segment_sum
+from skylite.algorithms.losses import segment_mean, segment_sum
 from skylite.config.algorithm import ImportanceConfig
 
 

@@ -24,6 +24,19 @@ class Algorithm:
     """Whether `held_out` needs `LossInputs.is_top`."""
 
     @property
+    def is_sampled(self) -> bool:
+        """Whether an engine samples what it learns from. False: prepared data has the replies."""
+        return not self.held_out
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates, each on a mini-batch of complete groups."""
+        return 1
+
+    def load(self, programs: Mapping[str, str]) -> None:
+        """Load the user's functions. `programs`: spec -> sha256 of its file. Raises ConfigError."""
+
+    @property
     def needs_old_logprobs(self) -> bool:
         """Whether a step needs logprobs before its first update."""
         return False
@@ -31,6 +44,21 @@ class Algorithm:
     @property
     def needs_reference(self) -> bool:
         """Whether the loss needs the reference policy's logprobs."""
+        return False
+
+    @property
+    def penalises_kl(self) -> bool:
+        """Whether the KL to the reference is subtracted from the rewards (`kl_penalty`)."""
+        return False
+
+    @property
+    def selects_by_entropy(self) -> bool:
+        """Whether an update's loss leaves out tokens of low entropy (`entropy_threshold`)."""
+        return False
+
+    @property
+    def selects_by_cov(self) -> bool:
+        """Whether it treats tokens of high covariance apart (`select_by_cov`)."""
         return False
 
     @property
@@ -55,9 +83,27 @@ class Algorithm:
         """[S, L] the advantage of each token from its reward and the critic's value, 0 after the last one."""
         raise NotImplementedError
 
+    def kl_penalty(self, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """[C] what is subtracted from the reward of each token."""
+        raise NotImplementedError
+
     def needs_pass(self, kept: Tensor, advantages: Tensor | None) -> Tensor:
         """Bool [N, G]: the trajectories that the model must compute. `advantages`: None if not known yet."""
         return kept
+
+    def entropy_threshold(self, entropies: Tensor) -> float:
+        """The least entropy of a token in the loss, among those of all ranks [C]."""
+        raise NotImplementedError
+
+    def is_clipped(self, x: LossInputs) -> Tensor:
+        """Bool [C]: the tokens whose ratio is out of bounds."""
+        raise NotImplementedError
+
+    def select_by_cov(
+        self, advantages: Tensor, logprobs: Tensor, clipped: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        """Bool [C]: the tokens that the loss treats apart, among those of all ranks."""
+        raise NotImplementedError
 
     def weight(self, length: int, size: BatchSize) -> float:
         """The factor on the loss of each token of a trajectory with `length` tokens."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skylite.algorithms.sums_per_trajectory import segment_mean
 from skylite.config.algorithm import AlgorithmConfig
 
 
@@ -39,7 +38,7 @@ class LossInputs:
     """int64: the trajectory of the token, 0 .. num_segments - 1."""
     num_segments: int
     selected: Tensor | None = None
-    """bool: tokens that clip_cov or kl_cov selected in the mini-batch (token_selection.py)."""
+    """bool: tokens that clip_cov or kl_cov selected in the mini-batch (policy_gradient.py)."""
     sampling_logprobs: Tensor | None = None
     """As the engine reported them; None: not sampled."""
     ref_logprobs: Tensor | None = None
@@ -148,6 +147,17 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip_range: 
     """[C] max of (v - R)^2 / 2 and the same with v within `clip_range` of the old value: PPO's clipping."""
     near = old_values + (values - old_values).clamp(-clip_range, clip_range)
     return 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
+
+
+def segment_sum(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
+    """[C] -> [S] the sum over each segment. A segment is a trajectory: all tokens its calls sampled."""
+    return values.new_zeros(num_segments).index_add(0, segments, values)
+
+
+def segment_mean(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
+    """[C] -> [S] the mean over each segment. Every segment must have a token."""
+    counts = segment_sum(values.new_ones(values.shape), segments, num_segments)
+    return segment_sum(values, segments, num_segments) / counts
 
 
 def token_mean(length: int, batch: BatchSize) -> float:

@@ -6,6 +6,7 @@ chooses both, and either may be the user's own function.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ from skylite.algorithms.losses import (
     is_clipped,
     ratio_of,
 )
-from skylite.algorithms.user_functions import group_advantage, policy_loss
+from skylite.algorithms.user_functions import group_advantage, load_functions, policy_loss
 from skylite.config.algorithm import AlgorithmConfig, ImportanceConfig
 
 
@@ -38,13 +39,32 @@ class PolicyGradient(Algorithm):
     importance: ImportanceConfig
 
     @property
+    def updates_per_step(self) -> int:
+        return self.config.updates_per_step
+
+    def load(self, programs: Mapping[str, str]) -> None:
+        load_functions(self.config, programs)
+
+    @property
     def needs_old_logprobs(self) -> bool:
         """One update with a plain loss needs none."""
-        return self.config.updates_per_step > 1 or self.config.selects_tokens or self.config.kl_in_reward
+        return self.updates_per_step > 1 or self.config.selects_tokens or self.penalises_kl
 
     @property
     def needs_reference(self) -> bool:
-        return self.config.uses_ref and not self.config.kl_in_reward
+        return self.config.uses_ref and not self.penalises_kl
+
+    @property
+    def penalises_kl(self) -> bool:
+        return self.config.kl_in_reward
+
+    @property
+    def selects_by_entropy(self) -> bool:
+        return self.config.top_entropy_quantile < 1
+
+    @property
+    def selects_by_cov(self) -> bool:
+        return self.config.selects_by_cov
 
     @property
     def keep_together(self) -> KeepTogether:
@@ -72,6 +92,9 @@ class PolicyGradient(Algorithm):
             return gae(rewards, values, self.config.gamma, self.config.gae_lambda)
         return token_returns(rewards, self.config.gamma)
 
+    def kl_penalty(self, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+        return self.config.kl_coef * KL_ESTIMATORS[self.config.kl_estimator](old_logprobs, ref_logprobs)
+
     def needs_pass(self, kept: Tensor, advantages: Tensor | None) -> Tensor:
         """Trajectories without a gradient need none, unless tokens with an advantage of 0 still matter."""
         if advantages is None:
@@ -80,6 +103,21 @@ class PolicyGradient(Algorithm):
         if config.uses_ref or config.entropy_coef != 0 or config.selects_tokens:
             return kept
         return kept & (advantages != 0).any(dim=1, keepdim=True)
+
+    def entropy_threshold(self, entropies: Tensor) -> float:
+        return entropy_threshold(entropies, self.config.top_entropy_quantile)
+
+    def is_clipped(self, x: LossInputs) -> Tensor:
+        return is_clipped(x, self.config)
+
+    def select_by_cov(
+        self, advantages: Tensor, logprobs: Tensor, clipped: Tensor, generator: torch.Generator
+    ) -> Tensor:
+        config, cov = self.config, covariances(advantages, logprobs)
+        if config.policy_loss == "kl_cov":
+            return kl_cov_selection(cov, config.cov_frac)
+        bounds = config.clip_cov_low, config.clip_cov_high
+        return clip_cov_selection(cov, clipped, config.cov_frac, *bounds, generator)
 
     def weight(self, length: int, size: BatchSize) -> float:
         return AGGREGATIONS[self.config.aggregation](length, size)
@@ -113,3 +151,34 @@ class PolicyGradient(Algorithm):
             counted = x.token_weights > 0
             loss = loss - config.entropy_coef * (x.entropies * counted).sum() / max(1, x.size.num_tokens)
         return loss, sums
+
+
+def covariances(advantages: Tensor, logprobs: Tensor) -> Tensor:
+    """[C] (A - mean A)(log p - mean log p): how much a token pulls the entropy down (arXiv 2505.22617)."""
+    return (advantages - advantages.mean()) * (logprobs - logprobs.mean())
+
+
+def clip_cov_selection(
+    cov: Tensor, clipped: Tensor, frac: float, low: float, high: float, generator: torch.Generator
+) -> Tensor:
+    """bool [C]: a random `frac` of all tokens (at least one), from unclipped ones with low < covariance <
+    high.
+    """
+    candidates = torch.nonzero((cov > low) & (cov < high) & ~clipped).flatten()
+    count = min(len(candidates), max(1, int(frac * len(cov))))
+    drawn = candidates[torch.randperm(len(candidates), generator=generator)[:count].to(candidates.device)]
+    return torch.zeros_like(cov, dtype=torch.bool).index_fill(0, drawn, value=True)
+
+
+def kl_cov_selection(cov: Tensor, frac: float) -> Tensor:
+    """bool [C]: the `frac` of all tokens (at least one) with the highest covariance.
+
+    Ties go to earlier tokens.
+    """
+    order = torch.argsort(cov, descending=True, stable=True)[: max(1, int(frac * len(cov)))]
+    return torch.zeros_like(cov, dtype=torch.bool).index_fill(0, order, value=True)
+
+
+def entropy_threshold(entropies: Tensor, quantile: float) -> float:
+    """The entropy reached by the `quantile` share of tokens with the highest, interpolated linearly."""
+    return float(torch.quantile(entropies.double(), 1 - quantile))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from skylite.algorithms.interface import Algorithm
 from skylite.algorithms.losses import BatchSize, LossInputs, token_mean
 
 
+@dataclass(frozen=True, slots=True)
 class SupervisedFineTuning(Algorithm):
     """Every token with a weight counts the same."""
 
     counts_top_tokens = True
     held_out = {"eval/score": "policy/accuracy", "eval/loss": "loss/policy"}
+    updates_per_step: int = 1
 
     def weight(self, length: int, size: BatchSize) -> float:
         return token_mean(length, size)

@@ -209,7 +209,7 @@ class AlgorithmConfig(Section):
 
     @property
     def selects_by_cov(self) -> bool:
-        """Whether the policy loss selects tokens by covariance (algorithms/token_selection.py)."""
+        """Whether the policy loss selects tokens by covariance (algorithms/policy_gradient.py)."""
         return self.policy_loss in ("clip_cov", "kl_cov")
 
 

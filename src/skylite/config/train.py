@@ -219,6 +219,12 @@ class TrainConfig(Section):
         algorithm = self.algorithm
         return algorithm.uses_ref and algorithm.kl_ref == "init" and self.lora.from_adapter is not None
 
+    @property
+    def pulls_to_base(self) -> bool:
+        """Whether a warm start is pulled back to the base model, its reference."""
+        has_base_reference = self.algorithm.uses_ref and self.algorithm.kl_ref == "base"
+        return has_base_reference and self.lora.from_adapter is not None
+
     @model_validator(mode="after")
     def check_max_kl(self) -> Self:
         if self.anomaly.max_kl is not None and not self.algorithm.kl_coef:

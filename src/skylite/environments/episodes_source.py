@@ -1,6 +1,9 @@
 """Groups of episodes: each trajectory of a prompt, with its reward and its calls from the OpenAI server.
 
 `episodes_running` starts what they need: the server and the process that runs the episodes.
+
+Consumes: prompts. Waits for: the episodes, which call the server, which asks the engines.
+Produces: groups of as many calls as each episode made. Unblocks: the step's rollout file.
 """
 
 from __future__ import annotations

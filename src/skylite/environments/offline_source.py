@@ -2,6 +2,8 @@
 
 A chat is a group of one trajectory, with a call for each reply of the assistant. A pair is a group of two
 trajectories of one call: the chosen reply, with reward 1, and the rejected one, with reward 0.
+
+Consumes: prepared rows. Waits for: the chat template. Produces: groups. Unblocks: the step's rollout file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""One request a prompt: the engine samples its whole group, which the rewards score on arrival."""
+"""One request a prompt: the engine samples its whole group, which the rewards score on arrival.
+
+Consumes: prompts. Waits for: the tokenizer, the engines, the reward workers.
+Produces: groups of one call a trajectory. Unblocks: the step's rollout file.
+"""
 
 from __future__ import annotations
 

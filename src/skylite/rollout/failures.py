@@ -1,4 +1,8 @@
-"""Explain why a run failed, and decide whether a restart of the trainer may help."""
+"""Explain why a run failed, and decide whether a restart of the trainer may help.
+
+Consumes: an error and what the trainer's ranks reported. Waits for: nothing.
+Produces: the error in words, "failed" in status.json. Unblocks: a restart from a checkpoint, or the end.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ trainer/rollout_gaps.py measures. In float32 the limit is the noise of the canar
 depends on the model and the depth of the context. So the first step, sampled from an adapter that equals the
 base, gives a second limit: gaps that grow afterwards come from the adapter, or from a policy that became less
 certain. So growth only warns. Error rates: benchmarks/NOTES.md, "Rollouts as a canary".
+
+Consumes: a step's gaps by depth of context. Waits for: nothing.
+Produces: a warning, or SyncFailed. Unblocks: nothing; only a second such step on end stops the run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Resume a run: choose the checkpoint, check changed settings, remove everything written after it.
 
 SAFE_CHANGES and ROUNDING_CHANGES name the settings that may change.
+
+Consumes: the folder of a run that stopped. Waits for: nothing. Produces: its plan from the checkpoint on, and
+a folder without later files. Unblocks: a session, which trains stored rollouts again instead of sampling.
 """
 
 from __future__ import annotations

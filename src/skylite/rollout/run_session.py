@@ -1,4 +1,9 @@
-"""Start the resources of a run (screen, engines, trainer, reward workers), run all steps, clean up."""
+"""Start the resources of a run (screen, loggers, engines, trainer, rollout source), run all steps, clean up.
+
+Consumes: a checked plan, in folders that the caller has locked. Waits for: engines and trainer to start, the
+loop, the trainer's end. Produces: the session that the loop uses. Unblocks: the trainer, by the canary that
+it scores at each publish.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 Ctrl-C gives the step all the time it needs. SIGTERM comes from a scheduler that kills soon, and SIGHUP from a
 terminal that is gone: they have stop.grace_s.
+
+Consumes: signals, --max-hours, the end of a child. Waits for: the step, then the trainer's checkpoint.
+Produces: the stop file. Unblocks: the trainer's end, and with it the end of the session.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The metrics of a step, for metrics.jsonl and the screen."""
+"""The metrics of a step, for metrics.jsonl and the screen.
+
+Consumes: sampled groups, the trainer's step file, the report on the sync. Waits for: nothing.
+Produces: a line of metrics.jsonl. Unblocks: loggers and reports, which read that file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The trainer's loop: read rollouts, train, publish an adapter. It talks to the parent through files only."""
+"""The trainer's loop: read rollouts, train, publish an adapter. It talks to the parent through files only.
+
+Consumes: the canary and the rollout files of the parent. Waits for: the next rollout file, or a stop request.
+Produces: adapters, checkpoints, step files. Unblocks: the parent, which loads and records each version.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,6 @@ from typing import Any
 import torch
 
 from skylite.adapters.manifest import Canary
-from skylite.algorithms.user_functions import load_functions
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.fast_path_check import enable_shortcuts
@@ -37,7 +40,7 @@ from skylite.trainer.canary import (
     sequences_of,
     wait_for_canary,
 )
-from skylite.trainer.checkpoint_interval import CheckpointInterval
+from skylite.trainer.checkpoint import CheckpointInterval
 from skylite.trainer.micro_batch_memory import (
     first_line,
     halve_micro_batches,
@@ -47,9 +50,8 @@ from skylite.trainer.micro_batch_memory import (
     resolve_micro_batch_tokens,
 )
 from skylite.trainer.optimizer import FlatAdamW
-from skylite.trainer.publish_adapter import b_norm, publish
 from skylite.trainer.step import held_out_metrics, train_step
-from skylite.trainer.trainer import Trainer, make_trainer
+from skylite.trainer.trainer import Trainer, make_algorithm, make_trainer
 from skylite.types import TrainingExample
 
 
@@ -160,14 +162,15 @@ def is_checkpointed(state: LoopState, interval: CheckpointInterval, step: int) -
 def build_state(run: RunDir, run_config: RunConfig, dist: Dist) -> LoopState:
     """Load and shard the model, choose its shortcuts, and score the canary with the base model."""
     config = run_config.config
-    load_functions(config.algorithm, run_config.resolved.trust.programs)
+    algorithm = make_algorithm(config)
+    algorithm.load(run_config.resolved.trust.programs)  # before the model: a broken file ends the run here
     policy = load_policy(run_config.resolved, config, dist)
     sequences = wait_for_canary(run, dist)
     policy, choices = enable_shortcuts(policy, max(sequences, key=len))
     run_config = resolve_micro_batch_tokens(run, run_config, policy, dist)
     config = run_config.config
-    if config.algorithm.uses_ref:
-        must_agree = config.algorithm.kl_ref == "init" or config.lora.from_adapter is None
+    if algorithm.needs_reference or algorithm.penalises_kl:
+        must_agree = not config.pulls_to_base
         kl = check_reference(policy, sequences, must_agree)
         if dist.is_main:
             print(f"KL to the reference at the start: {kl:.3g}", flush=True)
@@ -260,18 +263,16 @@ def try_step(state: LoopState, examples: list[TrainingExample], step: int) -> St
 
 
 def publish_version(state: LoopState, version: int) -> dict[str, float]:
-    """Score the canary on all ranks, then let rank 0 write the adapter. Returns metrics.
+    """Score the canary, then publish. Returns metrics. All ranks call it.
 
     Raises TrainingDiverged on every rank, and publishes nothing, if the policy's logprobs are not finite.
     """
     started = time.monotonic()
-    metrics = {"adapter/b_norm": b_norm(state.policy)}
     canary = score_canary(state, version)
-    metrics["time/canary_s"] = time.monotonic() - started
-    if state.dist.is_main:
-        published = publish(state.policy, state.run_config, version, canary)
-        metrics |= {"adapter/bytes": float(published.num_bytes), "time/publish_s": published.seconds}
-    return metrics | {"time/publish_and_canary_s": time.monotonic() - started}
+    canary_s = time.monotonic() - started
+    metrics = state.trainer.publish(state.run_config, version, canary)
+    total_s = time.monotonic() - started
+    return metrics | {"time/canary_s": canary_s, "time/publish_and_canary_s": total_s}
 
 
 def score_held_out(state: LoopState, version: int) -> dict[str, float]:

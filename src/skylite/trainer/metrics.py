@@ -68,10 +68,10 @@ def step_metrics(
     reduced = dist.all_reduce_sum_(own).tolist()
     total = dict(zip(["tokens/computed", "tokens/unique", *names], reduced, strict=True))
     num_computed = max(1.0, total.pop("tokens/computed"))
-    num_updates = config.algorithm.updates_per_step
+    num_updates = algorithm.updates_per_step
     means = {n: value / (num_updates if n in algorithm.means else num_computed) for n, value in total.items()}
     metrics = means | _critic_metrics(means, sums)
-    if config.algorithm.source == "rollouts":
+    if algorithm.is_sampled:
         metrics |= _importance_metrics(means) | _worst_mismatch(sums, dist) | _group_metrics(table)
     if "policy/entropy" in total and config.algorithm.source == "rollouts":
         metrics["policy/entropy"] = _mean_entropy(table, total["policy/entropy"])

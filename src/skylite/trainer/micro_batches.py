@@ -122,8 +122,8 @@ def arrange(examples: Sequence[TrainingExample], algorithm: Algorithm, config: T
     rewards = torch.tensor([[sum(e.reward for e in calls) for calls in group] for group in groups])
     lengths = torch.tensor([[float(num_tokens(calls)) for calls in group] for group in groups])
     kept = algorithm.keep(rewards, torch.tensor([[t[0].is_truncated for t in g] for g in groups]))
-    advantages = None if config.algorithm.kl_in_reward else algorithm.credit(rewards, lengths)
-    rows = _rows_of_updates(len(groups), config.algorithm.updates_per_step)
+    advantages = None if algorithm.penalises_kl else algorithm.credit(rewards, lengths)
+    rows = _rows_of_updates(len(groups), algorithm.updates_per_step)
     needed = algorithm.needs_pass(kept, advantages)
     numbers = torch.arange(needed.numel()).view_as(needed)
     updates = [numbers[a:b][needed[a:b]].tolist() for a, b in rows]

@@ -15,15 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from skylite.algorithms.advantages import moments, whiten
 from skylite.algorithms.interface import Algorithm
-from skylite.algorithms.kl import KL_ESTIMATORS
-from skylite.algorithms.losses import LossInputs, is_clipped
-from skylite.algorithms.token_selection import (
-    clip_cov_selection,
-    covariances,
-    entropy_threshold,
-    kl_cov_selection,
-)
-from skylite.config.algorithm import AlgorithmConfig
+from skylite.algorithms.losses import LossInputs
 from skylite.model.packing import upload
 from skylite.model.policy import Policy, reference_policy, score
 from skylite.model.process_group import Dist
@@ -33,21 +25,15 @@ from skylite.trainer.micro_batches import MicroBatch, Table
 
 @torch.no_grad()
 def precompute(
-    policy: Policy,
-    critic: Critic | None,
-    micro: MicroBatch,
-    algorithm: Algorithm,
-    config: AlgorithmConfig,
-    temperature: float,
+    policy: Policy, critic: Critic | None, micro: MicroBatch, algorithm: Algorithm, temperature: float
 ) -> MicroBatch:
     """The micro-batch with the model's outputs that the step needs before its first update."""
     old_logprobs = entropies = kl_penalty = None
     if algorithm.needs_old_logprobs:
         old_logprobs, entropies = score(policy, micro.tokens, temperature)
-    if config.kl_in_reward:
+    if algorithm.penalises_kl:
         assert old_logprobs is not None
-        estimate = KL_ESTIMATORS[config.kl_estimator]
-        kl_penalty = config.kl_coef * estimate(old_logprobs, ref_logprobs(policy, micro, temperature))
+        kl_penalty = algorithm.kl_penalty(old_logprobs, ref_logprobs(policy, micro, temperature))
     values = None if critic is None else predict_values(policy, critic, micro.tokens)
     return replace(
         micro, old_logprobs=old_logprobs, entropies=entropies, kl_penalty=kl_penalty, values=values
@@ -62,17 +48,13 @@ def ref_logprobs(policy: Policy, micro: MicroBatch, temperature: float) -> Tenso
 
 
 def credit(
-    table: Table,
-    micro_batches: Sequence[MicroBatch],
-    algorithm: Algorithm,
-    config: AlgorithmConfig,
-    dist: Dist,
+    table: Table, micro_batches: Sequence[MicroBatch], algorithm: Algorithm, dist: Dist
 ) -> list[MicroBatch]:
     """The micro-batches with the advantages of their tokens, and the critic's returns. All ranks call it."""
     if algorithm.credits_tokens:
-        return _credit_tokens(micro_batches, algorithm, dist, has_critic=config.uses_critic)
+        return _credit_tokens(micro_batches, algorithm, dist)
     by_group = table.advantages
-    if config.kl_in_reward:
+    if algorithm.penalises_kl:
         rewards = table.rewards - _kl_of_trajectories(table, micro_batches, dist)
         by_group = algorithm.credit(rewards, table.lengths)
     if by_group is None:
@@ -94,9 +76,7 @@ def _kl_of_trajectories(table: Table, micro_batches: Sequence[MicroBatch], dist:
     return dist.all_reduce_sum_(total).cpu().view_as(table.rewards)
 
 
-def _credit_tokens(
-    micro_batches: Sequence[MicroBatch], algorithm: Algorithm, dist: Dist, *, has_critic: bool
-) -> list[MicroBatch]:
+def _credit_tokens(micro_batches: Sequence[MicroBatch], algorithm: Algorithm, dist: Dist) -> list[MicroBatch]:
     """For reinforce++ and gae: advantages along each trajectory, whitened over the step, and returns.
 
     Computed on the CPU for all micro-batches at once. So it waits for the device twice: for the tokens'
@@ -114,7 +94,7 @@ def _credit_tokens(
     both = torch.stack([whiten(advantages, sums), advantages + values]).to(dist.device)
     whitened, returns = (torch.split(x, sizes) for x in both)
     return [
-        replace(m, advantages=a, returns=r if has_critic else None)
+        replace(m, advantages=a, returns=None if m.values is None else r)
         for m, a, r in zip(micro_batches, whitened, returns, strict=True)
     ]
 
@@ -148,7 +128,7 @@ def _along_trajectories(
 def select_tokens(
     policy: Policy,
     micro_batches: Sequence[MicroBatch],
-    config: AlgorithmConfig,
+    algorithm: Algorithm,
     temperature: float,
     dist: Dist,
     seed: Sequence[int],
@@ -158,18 +138,18 @@ def select_tokens(
     `seed`: of the run, the step and the update, counted from 0.
     """
     chosen = [replace(m, weights=m.token_weights) for m in micro_batches]
-    if not config.selects_tokens:
+    if not (algorithm.selects_by_entropy or algorithm.selects_by_cov):
         return chosen
     now = [_current(policy, m, temperature, is_first_update=seed[-1] == 0) for m in chosen]
-    if config.top_entropy_quantile < 1:
+    if algorithm.selects_by_entropy:
         entropies = _all([e[m.counted] for m, (_, e) in zip(chosen, now, strict=True)], dist)
-        threshold = entropy_threshold(entropies, config.top_entropy_quantile)
+        threshold = algorithm.entropy_threshold(entropies)
         chosen = [
             replace(m, weights=m.token_weights * (entropy >= threshold))
             for m, (_, entropy) in zip(chosen, now, strict=True)
         ]
-    if config.selects_by_cov:
-        selected = _choose_by_cov(chosen, [p for p, _ in now], config, dist, seed)
+    if algorithm.selects_by_cov:
+        selected = _choose_by_cov(chosen, [p for p, _ in now], algorithm, dist, seed)
         chosen = [replace(m, selected=x) for m, x in zip(chosen, selected, strict=True)]
     return chosen
 
@@ -186,27 +166,22 @@ def _current(
 def _choose_by_cov(
     micro_batches: Sequence[MicroBatch],
     logprobs: Sequence[Tensor],
-    config: AlgorithmConfig,
+    algorithm: Algorithm,
     dist: Dist,
     seed: Sequence[int],
 ) -> list[Tensor]:
     """Bool [C] for each micro-batch. Every rank sees all tokens in the same order, so all ranks agree."""
     inputs = [loss_inputs(m, p, m.entropies) for m, p in zip(micro_batches, logprobs, strict=True)]
-    clipped = [is_clipped(x, config) for x in inputs]
+    clipped = [algorithm.is_clipped(x) for x in inputs]
     columns = [[m.keys for m in micro_batches], [x.advantages for x in inputs], logprobs, clipped]
     counted = [m.counted for m in micro_batches]
     keys, adv, policy, is_out = (
         _all([x[c] for x, c in zip(column, counted, strict=True)], dist) for column in columns
     )
     order = torch.argsort(keys)
-    keys, cov = keys[order], covariances(adv[order], policy[order])
-    if config.policy_loss == "kl_cov":
-        chosen = kl_cov_selection(cov, config.cov_frac)
-    else:
-        generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
-        bounds = config.clip_cov_low, config.clip_cov_high
-        chosen = clip_cov_selection(cov, is_out[order].bool(), config.cov_frac, *bounds, generator)
-    return [torch.isin(m.keys, keys[chosen]) for m in micro_batches]
+    generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    chosen = algorithm.select_by_cov(adv[order], policy[order], is_out[order].bool(), generator)
+    return [torch.isin(m.keys, keys[order][chosen]) for m in micro_batches]
 
 
 def loss_inputs(

@@ -1,4 +1,8 @@
-"""One training step, the whole recipe: pack, precompute, credit; then per update a gradient and a move."""
+"""One training step, the whole recipe: pack, precompute, credit; then per update a gradient and a move.
+
+Consumes: a step's examples, the same on every rank. Waits for: the other ranks, at each reduction.
+Produces: updated policy and critic, metrics. Unblocks: the publish of the step's version.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ All ranks call each verb. `step.py` makes a step of them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Literal
 import numpy as np
 import torch
 
+from skylite.adapters.manifest import Canary
 from skylite.algorithms.dpo import DirectPreferenceOptimization
 from skylite.algorithms.interface import Algorithm
 from skylite.algorithms.losses import value_loss
 from skylite.algorithms.policy_gradient import PolicyGradient
 from skylite.algorithms.sft import SupervisedFineTuning
-from skylite.config.train import TrainConfig
+from skylite.config.train import RunConfig, TrainConfig
 from skylite.model.policy import Policy, lora_dropout, score
 from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
@@ -29,6 +31,7 @@ from skylite.trainer.metrics import MetricSums
 from skylite.trainer.micro_batch_memory import release_cached_memory
 from skylite.trainer.micro_batches import MicroBatch, Table, pack
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
+from skylite.trainer.publish_adapter import b_norm, write_adapter
 
 PolicyName = Literal["policy", "critic"]
 """The reference policy has no parameters of its own to train: `model.policy.reference_policy`."""
@@ -36,11 +39,12 @@ PolicyName = Literal["policy", "critic"]
 
 def make_algorithm(config: TrainConfig) -> Algorithm:
     """The algorithm that `algorithm.name` and its settings choose."""
-    if config.algorithm.name == "sft":
-        return SupervisedFineTuning()
-    if config.algorithm.name == "dpo":
-        return DirectPreferenceOptimization(config.algorithm.beta)
-    return PolicyGradient(config.algorithm, config.importance)
+    algorithm = config.algorithm
+    if algorithm.name == "sft":
+        return SupervisedFineTuning(algorithm.updates_per_step)
+    if algorithm.name == "dpo":
+        return DirectPreferenceOptimization(algorithm.beta, algorithm.updates_per_step)
+    return PolicyGradient(algorithm, config.importance)
 
 
 def make_trainer(policy: Policy, config: TrainConfig, dist: Dist) -> Trainer:
@@ -86,7 +90,7 @@ class Trainer:
     @property
     def temperature(self) -> float:
         """Prepared data was not sampled, so no temperature changes its probabilities."""
-        return self.config.rollout.temperature if self.config.algorithm.source == "rollouts" else 1.0
+        return self.config.rollout.temperature if self.algorithm.is_sampled else 1.0
 
     def start_step(self, step: int) -> dict[str, float]:
         """Set the learning rates of `step`, which are metrics, and seed the dropout.
@@ -107,18 +111,18 @@ class Trainer:
 
     def forward(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch with logprobs, values and the KL that the algorithm needs before an update."""
-        return precompute.precompute(
-            self.policy, self.critic, micro, self.algorithm, self.config.algorithm, self.temperature
-        )
+        return precompute.precompute(self.policy, self.critic, micro, self.algorithm, self.temperature)
 
     def credit(self, table: Table, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches with their advantages."""
-        return precompute.credit(table, micro_batches, self.algorithm, self.config.algorithm, self.dist)
+        return precompute.credit(table, micro_batches, self.algorithm, self.dist)
 
     def select_tokens(self, update: Sequence[MicroBatch], step: int, index: int) -> list[MicroBatch]:
         """The micro-batches with the tokens that the update `index` of a step learns from."""
-        config, seed = self.config.algorithm, [self.config.seed, step, index]
-        return precompute.select_tokens(self.policy, update, config, self.temperature, self.dist, seed)
+        seed = [self.config.seed, step, index]
+        return precompute.select_tokens(
+            self.policy, update, self.algorithm, self.temperature, self.dist, seed
+        )
 
     def forward_backward(
         self, name: PolicyName, micro_batches: Sequence[MicroBatch], sums: MetricSums
@@ -145,6 +149,18 @@ class Trainer:
         """Write the checkpoint of `step` unless it exists. Rank 0 writes."""
         if self.dist.is_main:
             save_checkpoint(run, step, self.config, list(self.optimizers.values()))
+
+    def publish(self, run_config: RunConfig, version: int, canary: Canary) -> dict[str, float]:
+        """Write the policy as `policy-v000012/`, for the engines. Returns metrics. Rank 0 writes.
+
+        `canary`: logprobs by which an engine that has loaded it is verified.
+        """
+        metrics, started = {"adapter/b_norm": b_norm(self.policy)}, time.monotonic()
+        if self.dist.is_main:
+            adapter = write_adapter(self.policy, run_config, version, canary)
+            metrics["adapter/bytes"] = float(adapter.weights_path.stat().st_size)
+            metrics["time/publish_s"] = time.monotonic() - started
+        return metrics
 
     def load(self, checkpoint: Path) -> int:
         """Load the parameters and optimizers of all policies. Returns the checkpoint's step."""

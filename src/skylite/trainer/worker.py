@@ -1,4 +1,8 @@
-"""One trainer rank, started by torchrun: `-m skylite.trainer.worker RUN_DIR [--resume]`."""
+"""One trainer rank, started by torchrun: `-m skylite.trainer.worker RUN_DIR [--resume]`.
+
+Consumes: config.json. Waits for: the other ranks, at the rendezvous. Produces: the loop's files, and
+trainer-error.json if a rank fails. Unblocks: torchrun, which ends all ranks with the first that fails.
+"""
 
 from __future__ import annotations
 
