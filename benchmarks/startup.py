@@ -34,7 +34,7 @@ from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER
 from skylite.engine.watchdog import wait_ready
 from skylite.processes.child import ProcessSpec, kill, start
 from skylite.rollout.plan import plan_run
-from skylite.run.events import read_events
+from skylite.rollout.session import read_events
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
 

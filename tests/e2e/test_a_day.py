@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
+from skylite.rollout.session import read_events
 from skylite.run.checkpoint_folder import verify_checkpoint
-from skylite.run.events import read_events
 from skylite.run.run_dir import RunDir
 from tests.e2e.project import COMMAND, SETTINGS, descendants
 from tests.e2e.running import DEADLINE_S, wait_gone

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from skylite.report.completions import read_held_out
-from skylite.run.events import read_events
+from skylite.rollout.session import read_events
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir
 from tests.e2e.project import Project

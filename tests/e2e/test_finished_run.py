@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file
 
-from skylite.run.events import read_events
+from skylite.rollout.session import read_events
 from skylite.run.run_dir import RunDir
 from tests.e2e.conftest import EXACT
 from tests.e2e.project import FAKE_WORDS, Project, descendants

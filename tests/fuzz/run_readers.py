@@ -20,8 +20,8 @@ from skylite.model.process_group import Dist
 from skylite.report.html import page_data, page_html
 from skylite.report.read_run import read_facts
 from skylite.rollout.resume import recover_metrics
+from skylite.rollout.session import read_events
 from skylite.run.checkpoint_folder import MANIFEST, verify_checkpoint, write_checkpoint_manifest
-from skylite.run.events import read_events
 from skylite.run.metrics_file import held_out_scores, read_metrics
 from skylite.run.own_folders import MARK_NAME, require_own_folders
 from skylite.run.rollout_file import write_rollouts

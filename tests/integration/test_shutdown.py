@@ -17,7 +17,7 @@ from skylite.config.train import TrainConfig
 from skylite.processes.child import ProcessSpec, Supervisor
 from skylite.rollout.failures import TRAINER
 from skylite.rollout.plan import RunPlan
-from skylite.rollout.progress import Progress
+from skylite.rollout.session import Progress
 from skylite.rollout.shutdown import TRAINER_SHARE, handle_signals, run_until_stopped
 from skylite.run.run_dir import RunDir
 from skylite.ui.dashboard import Screen

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from skylite.adapters.manifest import read_manifest
 from skylite.errors import SkyliteError
+from skylite.rollout.session import read_events
 from skylite.run.checkpoint_folder import verify_checkpoint
-from skylite.run.events import read_events
 from skylite.run.files import TEMPORARY_MARK
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_rollouts

@@ -22,10 +22,7 @@ from skylite.engine.interface import Sampling
 from skylite.environments.single_turn import Scorer, SingleTurn
 from skylite.rollout.loop import run_steps
 from skylite.rollout.plan import RunPlan
-from skylite.rollout.progress import Progress
-from skylite.rollout.session_resources import Session
-from skylite.rollout.shutdown import TimeLimit
-from skylite.run.events import read_events
+from skylite.rollout.session import Progress, Session, TimeLimit, read_events
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, RunDir
 from skylite.types import Call, Prompt, Score

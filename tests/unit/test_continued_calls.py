@@ -12,7 +12,7 @@ import pytest
 from skylite.engine.interface import Sampling
 from skylite.environments.episodes_source import Episodes
 from skylite.environments.trajectory_log import AnsweredRequest, TrajectoryLog
-from skylite.rollout.turn_metrics import turn_metrics
+from skylite.rollout.step_metrics import turn_metrics
 from skylite.types import Call, Trajectory
 from tests.tiny_models import CHAT_TEMPLATE
 from tests.unit.environment_cases import ScriptedEngine, sample, to_text

@@ -10,7 +10,7 @@ import pytest
 from skylite.config.loading import read_run_config
 from skylite.config.train import TrainConfig
 from skylite.processes import hardware
-from skylite.rollout.automatic_settings import device_defaults
+from skylite.rollout.plan import device_defaults
 from skylite.run.run_dir import RunDir
 from tests.settings import load_config
 from tests.unit.bad_inputs import call

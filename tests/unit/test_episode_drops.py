@@ -15,9 +15,8 @@ from skylite.engine.engine_pool import EnginePool
 from skylite.environments.source import GroupRequest, OnGroup
 from skylite.errors import RunFailed
 from skylite.rollout.plan import RunPlan
-from skylite.rollout.progress import Progress
 from skylite.rollout.sampling import SampledStep, sample_step
-from skylite.rollout.session_resources import Session
+from skylite.rollout.session import Progress, Session
 from skylite.run.run_dir import AdapterVersion, RunDir
 from skylite.types import Call, Group, Prompt, Trajectory
 from skylite.ui.dashboard import Screen

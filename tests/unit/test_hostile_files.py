@@ -20,8 +20,8 @@ from skylite.data.prompts import FOOTER_KEY, PromptFileInfo, read_prompts, write
 from skylite.data.raw_rows import read_table
 from skylite.errors import SkyliteError
 from skylite.hub.resolve import check_folder, safetensors_header
+from skylite.rollout.session import read_events
 from skylite.run.checkpoint_folder import verify_checkpoint
-from skylite.run.events import read_events
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_rollouts, write_rollouts
 from skylite.run.run_dir import RunDir

@@ -19,9 +19,9 @@ from skylite.cli.log import log
 from skylite.config.loading import read_run_config
 from skylite.errors import RunFailed
 from skylite.loggers import logger_processes, writers
-from skylite.rollout import run_loggers
+from skylite.rollout import run_session
 from skylite.rollout.plan import RunPlan
-from skylite.rollout.run_loggers import loggers_running
+from skylite.rollout.run_session import loggers_running
 from skylite.rollout.shutdown import StopRequest
 from skylite.run.run_dir import RunDir
 from tests.logs import logged_messages
@@ -104,7 +104,7 @@ def follow(
 def test_a_failure_is_reported_once_with_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, reason: str
 ) -> None:
-    monkeypatch.setattr(run_loggers, "WATCH_S", 0.1)
+    monkeypatch.setattr(run_session, "WATCH_S", 0.1)
     run = run_with(tmp_path, monkeypatch, fault)
     (message,), _ = follow(run, tmp_path / "got")
     assert message.startswith("the logger wandb stopped, and the run continues without it: ")

@@ -13,7 +13,7 @@ from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_rows
 from skylite.errors import RunFailed
 from skylite.rollout.plan import RunPlan
-from skylite.rollout.shutdown import TimeLimit
+from skylite.rollout.session import TimeLimit
 from skylite.ui.logs import configure_logging, run_log
 from tests.unit.bad_inputs import call
 from tests.unit.data_cases import prompt

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skylite.errors import ConfigError, DataError
-from skylite.run.events import append_event, read_events
+from skylite.rollout.session import append_event, read_events
 from skylite.run.metrics_file import append_metrics, null_to_nan, read_metrics, write_metrics
 from skylite.run.status import Status, read_status, write_status
 

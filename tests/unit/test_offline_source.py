@@ -18,9 +18,8 @@ from skylite.environments.offline_source import Offline
 from skylite.errors import DataError
 from skylite.rollout.loop import run_steps
 from skylite.rollout.plan import RunPlan, plan_run, write_run
-from skylite.rollout.progress import Progress
 from skylite.rollout.resume import plan_resume, recover_metrics
-from skylite.rollout.session_resources import Session
+from skylite.rollout.session import Progress, Session
 from skylite.rollout.sources import source_for
 from skylite.run.metrics_file import held_out_scores, read_metrics
 from skylite.run.rollout_file import read_rollouts

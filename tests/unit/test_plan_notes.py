@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skylite.config.train import TrainConfig
-from skylite.rollout.plan_messages import held_out_note, settings_notes
+from skylite.rollout.plan import held_out_note, settings_notes
 from tests.unit.data_cases import prompt
 
 

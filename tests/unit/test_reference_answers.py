@@ -13,7 +13,7 @@ from skylite.data.prompts import PromptFileInfo
 from skylite.errors import ConfigError
 from skylite.rewards import load_components
 from skylite.rewards.right_completion import PROBES
-from skylite.rollout.reference_answers import check_references
+from skylite.rollout.reward_check import check_references
 from skylite.types import Prompt
 from tests.unit.bad_inputs import Reply, call
 from tests.unit.data_cases import prompt

@@ -13,8 +13,7 @@ from skylite.config.loading import change_config, read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompt_order import prompts_for_step
 from skylite.errors import ConfigError, DataError
-from skylite.rollout.automatic_settings import epochs_to_steps
-from skylite.rollout.plan import plan_run, write_run
+from skylite.rollout.plan import epochs_to_steps, plan_run, write_run
 from skylite.rollout.resume import plan_resume
 from skylite.run.run_dir import RunDir
 from tests.settings import load_config, typed

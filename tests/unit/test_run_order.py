@@ -17,9 +17,8 @@ from skylite.data.prompt_order import prompts_for_step
 from skylite.environments.source import request_seed
 from skylite.errors import RunFailed
 from skylite.rollout.resume import remove_after
-from skylite.rollout.shutdown import TimeLimit
+from skylite.rollout.session import TimeLimit, read_events
 from skylite.rollout.step_metrics import busy_s
-from skylite.run.events import read_events
 from skylite.run.metrics_file import held_out_scores, read_metrics, scores_are_binary
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import RunDir

@@ -20,9 +20,8 @@ from skylite.engine.engine_pool import EnginePool, SyncReport
 from skylite.engine.interface import Sampling
 from skylite.environments.single_turn import SingleTurn, overlong_penalty
 from skylite.rollout.plan import RunPlan
-from skylite.rollout.progress import Progress
 from skylite.rollout.sampling import SampledStep, replace_zero_std_groups, sample_step
-from skylite.rollout.session_resources import Session
+from skylite.rollout.session import Progress, Session
 from skylite.rollout.step_metrics import StepTimings, completion_view, step_metrics
 from skylite.run.rollout_file import read_examples, write_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir

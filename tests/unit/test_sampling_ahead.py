@@ -8,7 +8,7 @@ import pytest
 
 from skylite.errors import ConfigError, SyncFailed
 from skylite.rollout.resume import remove_after
-from skylite.run.events import read_events
+from skylite.rollout.session import read_events
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir, published_versions
 from tests.settings import load_config

@@ -17,7 +17,7 @@ import torch
 from skylite.data.chat_tokenizer_in_sandbox import Encoder, JobRunner
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.model.packing import pack_tree
-from skylite.rollout.turn_metrics import turn_metrics
+from skylite.rollout.step_metrics import turn_metrics
 from skylite.run.rollout_file import read_examples, write_rollouts
 from skylite.types import Group, Prompt, Trajectory
 from tests.small_run import settings

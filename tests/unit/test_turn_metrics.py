@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skylite.rollout.turn_metrics import turn_metrics
+from skylite.rollout.step_metrics import turn_metrics
 from skylite.types import Call, Trajectory
 
 

@@ -34,8 +34,8 @@ from skylite.hub.resolve import resolve_model
 from skylite.processes.child import Supervisor
 from skylite.processes.private_folders import temporary_folder
 from skylite.progress_reporting import long_work
+from skylite.rollout.step_metrics import turn_metrics
 from skylite.rollout.trusted_programs import allow_episode, allowed_launcher
-from skylite.rollout.turn_metrics import turn_metrics
 from skylite.types import Prompt, Trajectory
 from skylite.ui.logs import show
 from skylite.untrusted_text import plain, plain_lines

@@ -40,8 +40,7 @@ from skylite.evaluation.versions import ProblemSet, Subject, evaluate_subjects
 from skylite.hub.resolve import resolve_model
 from skylite.processes.streams import raise_file_limit
 from skylite.progress_reporting import long_work
-from skylite.rollout.eval_data import DataChoice, EvalData, read_data
-from skylite.rollout.eval_scoring import start_problems
+from skylite.rollout.eval_data import DataChoice, EvalData, read_data, start_problems
 from skylite.rollout.trusted_programs import allowed_launcher
 from skylite.run.files import write_json
 from skylite.run.own_folders import require_own_place

@@ -27,7 +27,7 @@ from skylite.ui.logs import run_log, show, show_printed
 
 if TYPE_CHECKING:
     from skylite.rollout.plan import RunPlan
-    from skylite.rollout.shutdown import TimeLimit
+    from skylite.rollout.session import TimeLimit
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def train(
 
     Exits 130 after a clean stop by Ctrl-C, and 0 after a stop by --max-hours.
     """
-    from skylite.rollout.shutdown import TimeLimit
+    from skylite.rollout.session import TimeLimit
 
     if resume is not None:
         _refuse_flags_on_resume(provenance, recipe, run)

@@ -1,18 +1,25 @@
-"""The data sets of `skylite eval`: problems, reward and its settings."""
+"""The data sets of `skylite eval`: problems, reward and its settings, and what samples and scores them."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skylite.config.provenance import Provenance
 from skylite.config.rollout import RewardParameters
 from skylite.config.train import TrainConfig
+from skylite.data.chat_tokenizer import ChatTemplate, load_tokenizer
 from skylite.data.prompts import read_info, read_prompts
+from skylite.environments.source import RolloutSource
 from skylite.errors import ConfigError
+from skylite.evaluation.versions import ProblemSet
 from skylite.notes import log_notes
-from skylite.rollout.data_filter import fit_difficulty
+from skylite.processes.child import Supervisor
+from skylite.rollout.plan import fit_difficulty
 from skylite.rollout.sources import ScoredData, source_for
 from skylite.types import Prompt
 
@@ -90,3 +97,49 @@ def _without_foreign_filter(file: Path, choice: DataChoice, config: TrainConfig)
     if note:
         logger.info(note)
     return fitted
+
+
+async def start_problems(
+    stack: contextlib.AsyncExitStack,
+    data: Sequence[EvalData],
+    template: ChatTemplate,
+    model_path: Path,
+    *,
+    seed: int,
+    logs: Path,
+) -> list[ProblemSet]:
+    """One problem set for each data set. `stack` ends the processes.
+
+    Args:
+        seed: seeds the requests.
+        logs: folder of rewards.log or episodes.log.
+
+    Raises SkyliteError subclasses.
+    """
+    supervisor = await stack.enter_async_context(Supervisor())
+    tokenizer = await asyncio.to_thread(load_tokenizer, model_path, template)
+    stack.callback(tokenizer.close)
+    sources: dict[str, RolloutSource] = {}
+    problem_sets = []
+    for d in data:
+        scored = _as_evaluated(d.scored, seed)
+        source = source_for(scored.config)
+        prompts = await asyncio.to_thread(
+            source.check_prompts, tokenizer, scored.config, model_path, d.prompts, []
+        )
+        if prompts.dropped:
+            limit = scored.config.rollout.max_prompt_tokens
+            logger.info(f"{d.name}: {len(prompts.dropped)} prompts over {limit} tokens are left out")
+        key = f"{scored.rewards} {scored.config.reward!r}"
+        if key not in sources:  # data sets with the same scorer share its processes
+            sources[key] = await stack.enter_async_context(
+                source.running(scored, tokenizer, model_path, logs, supervisor)
+            )
+        problem_sets.append(ProblemSet(name=d.name, prompts=prompts.train, source=sources[key]))
+    return problem_sets
+
+
+def _as_evaluated(scored: ScoredData, seed: int) -> ScoredData:
+    """Evaluations sample the model's own distribution."""
+    rollout = scored.config.rollout.model_copy(update={"top_p": 1.0, "top_k": 0})
+    return replace(scored, config=scored.config.model_copy(update={"seed": seed, "rollout": rollout}))

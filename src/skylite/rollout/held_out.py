@@ -16,7 +16,7 @@ from skylite.evaluation.confidence_interval import MeanScore
 from skylite.evaluation.evaluate import EvalResult, evaluate, write_results
 from skylite.progress_reporting import long_work
 from skylite.rollout.plan import RunPlan
-from skylite.rollout.session_resources import Session
+from skylite.rollout.session import Session
 from skylite.run.metrics_file import (
     EVAL_METRIC,
     Label,

@@ -30,7 +30,7 @@ from skylite.rollout.held_out import evaluate_at_start, evaluate_held_out, is_ev
 from skylite.rollout.judge_rollouts import RolloutJudge, mean_gap
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.sampling import SampledStep, sample_step
-from skylite.rollout.session_resources import Session
+from skylite.rollout.session import Session
 from skylite.rollout.step_metrics import (
     Interval,
     StepTimings,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import skylite
 from skylite.adapters.import_adapter import (
@@ -17,28 +20,36 @@ from skylite.adapters.import_adapter import (
     expand_adapter_path,
 )
 from skylite.adapters.target_modules import check_target_names
+from skylite.config.loading import read_recipe
 from skylite.config.provenance import NOTHING_TYPED, Provenance
 from skylite.config.resolved import MemoryPlan, ModelFiles, Placement, Resolved, RunIdentity, Trust
-from skylite.config.train import RunConfig, TrainConfig
+from skylite.config.train import HIGHEST_USUAL_LR, LOWEST_USUAL_LR, RunConfig, TrainConfig
 from skylite.data.chat_tokenizer import load_tokenizer, read_template, template_notes
-from skylite.data.prompts import PromptFileInfo
+from skylite.data.prompt_order import steps_per_epoch
+from skylite.data.prompts import PromptFileInfo, read_info
 from skylite.engine.connections import open_files
 from skylite.engine.interface import Launcher
 from skylite.engine.launchers import load_launcher
 from skylite.engine.model_limits import check_context, check_trainable
 from skylite.errors import ConfigError, convert_os_errors
+from skylite.evaluation.confidence_interval import wilson
 from skylite.hub.resolve import ResolvedModel, resolve_model
 from skylite.loggers.writers import require_libraries
-from skylite.notes import Note, log_notes, notes_of
+from skylite.notes import Note, log_notes, notes_of, warning
 from skylite.processes.gpus import why_no_gpu
-from skylite.processes.hardware import choose_device, choose_dtype, machine_facts, triton_note
+from skylite.processes.hardware import (
+    Device,
+    choose_device,
+    choose_dtype,
+    cpu_cores,
+    machine_facts,
+    threads_per_rank,
+    triton_note,
+)
 from skylite.processes.own_network import check_network
 from skylite.processes.streams import raise_file_limit
 from skylite.resources.gpu_memory_plan import plan_memory
 from skylite.resources.gpu_placement import place
-from skylite.rollout.automatic_settings import device_defaults, epochs_to_steps
-from skylite.rollout.data_filter import without_foreign_filter
-from skylite.rollout.plan_messages import data_note, held_out_note, settings_notes
 from skylite.rollout.prompt_check import clock_note
 from skylite.rollout.sources import ScoredData, Source, source_for
 from skylite.rollout.trusted_programs import allow_algorithm, allow_launcher
@@ -234,6 +245,79 @@ def choose_placement(
     return placement, memory, notes
 
 
+CPU_MICRO_BATCH_TOKENS = 2048
+"""On a CPU larger micro-batches need more memory and are not faster."""
+
+
+def epochs_to_steps(config: TrainConfig, num_prompts: int) -> tuple[TrainConfig, str]:
+    """Compute num_steps from num_epochs, with a note. Raises DataError if a step takes more prompts."""
+    if config.num_epochs is None:
+        return config, ""
+    per_step = config.rollout.prompts_per_step
+    epoch = steps_per_epoch(num_prompts, per_step)
+    # A Fraction of the decimal text is exact: in floating point, 0.1 * 30 steps would be rounded up to 4.
+    num_steps = math.ceil(Fraction(str(config.num_epochs)) * epoch)
+    note = (
+        f"num_steps={num_steps}: num_epochs={config.num_epochs:g}, and an epoch of {num_prompts} prompts has "
+        f"{epoch} steps (rollout.prompts_per_step={per_step})"
+    )
+    return config.model_copy(update={"num_steps": num_steps}), note
+
+
+def device_defaults(config: TrainConfig, device: Device) -> tuple[TrainConfig, list[str]]:
+    """Values for the device where nobody set one, with a note on each."""
+    trainer, update, notes = config.trainer, {}, []
+    if "tokens_per_micro_batch" not in trainer.model_fields_set:
+        tokens, reason = trainer.tokens_per_micro_batch, "the default on a GPU"
+        if device == "cpu":
+            tokens, reason = CPU_MICRO_BATCH_TOKENS, "larger ones are slower on a CPU and need more memory"
+        update["tokens_per_micro_batch"] = tokens
+        notes.append(f"trainer.tokens_per_micro_batch={tokens}: {reason}")
+    if trainer.num_threads is None:
+        threads = threads_per_rank(trainer.num_ranks)
+        notes.append(
+            f"{threads} CPU threads per rank: {cpu_cores()} usable cores, {trainer.num_ranks} rank(s)"
+        )
+        if trainer.deterministic:  # their number affects rounding, so a resume elsewhere needs the same
+            update["num_threads"] = threads
+            notes[-1] += "; fixed, because trainer.deterministic is true"
+    return config.model_copy(update={"trainer": trainer.model_copy(update=update)}), notes
+
+
+def without_foreign_filter(config: TrainConfig, provenance: Provenance) -> tuple[TrainConfig, str]:
+    """Leave out the recipe's data.difficulty if a flag names other data. Returns settings and note."""
+    recipe = provenance.file_of("data.difficulty")
+    if recipe is None:
+        return config, ""
+    info = read_info(Path(config.data.path) / "train.parquet")
+    return fit_difficulty(config, read_recipe(recipe).get("data", {}), info, f"the recipe {recipe.stem}")
+
+
+def fit_difficulty(
+    config: TrainConfig, own: dict[str, Any], info: PromptFileInfo, owner: str
+) -> tuple[TrainConfig, str]:
+    """Remove data.difficulty from `config` if it was chosen for another data set than that of data.path.
+
+    Args:
+        own: the section `data` of `owner`, which data.difficulty comes from.
+        info: footer of the data in data.path.
+        owner: a recipe or a run, for the note.
+
+    Returns the settings and a note; the note is empty if nothing changed.
+    """
+    wanted, own_path, path = own.get("difficulty"), own.get("path"), Path(config.data.path)
+    if not wanted or own_path is None:
+        return config, ""
+    if Path(own_path).resolve() == path.resolve() or Path(own_path).name == info.dataset:
+        return config, ""
+    data = config.data.model_copy(update={"difficulty": []})
+    note = (
+        f"data.difficulty={wanted} in {owner} is for its own data, {own_path}; all problems of {path} are "
+        "used (--set data.difficulty=... chooses some)"
+    )
+    return config.model_copy(update={"data": data}), note
+
+
 def check_device(config: TrainConfig, device: str) -> None:
     """Raise ConfigError for settings that need a GPU if there is none, or more open files than allowed.
 
@@ -321,3 +405,62 @@ def write_config(plan: RunPlan) -> None:
     write_json(plan.run.machine_path, machine_facts())
     write_json(plan.run.config_path, plan.run_config.model_dump(mode="json"))
     mark_sync_folder(plan.run_config)
+
+
+ENOUGH_HELD_OUT = 50
+"""With fewer problems, an accuracy has a 95 % interval of more than 13 points on either side."""
+
+
+def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:
+    """The training data in one sentence, for config.json."""
+    difficulty = f", difficulty {config.data.difficulty}" if config.data.difficulty else ""
+    source = f"{info.dataset} ({info.source_kind}: {info.source}){difficulty}"
+    return f"data: {source}, {count} training problems, {rewards_text(config, info)}"
+
+
+def rewards_text(config: TrainConfig, info: PromptFileInfo) -> str:
+    """What scores the completions: the environment, the chosen functions, or the reward of the data."""
+    specs = config.source.scorers or [info.reward]
+    weights = [f" (weight {weight:g})" for weight in config.source.weights] or [""] * len(specs)
+    names = [f"{spec}{weight}" for spec, weight in zip(specs, weights, strict=True)]
+    return f"{config.source.scored_by}{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
+def held_out_note(held_out: Sequence[Prompt]) -> Note | None:
+    """A warning if the held-out problems are too few to show what training changes."""
+    count = len(held_out)
+    if not 0 < count < ENOUGH_HELD_OUT or not any(prompt.answer for prompt in held_out):
+        return None
+    interval = wilson(count // 2, count)
+    points = 50 * (interval.high - interval.low)
+    return warning(
+        f"{count} held-out problem(s) are too few to see what training changes: an accuracy near "
+        f"50 % is known to +-{points:.0f} points only (95 % interval); raise eval.limit, or prepare more rows"
+    )
+
+
+def settings_notes(config: TrainConfig) -> list[Note]:
+    """Notes on unusual settings, and on the scale of LoRA."""
+    notes: list[Note | str] = []
+    lora = config.lora
+    divisor, text = (math.sqrt(lora.rank), "sqrt(rank)") if lora.use_rslora else (lora.rank, "rank")
+    notes.append(
+        f"LoRA rank {lora.rank}, alpha {lora.alpha:g}: the update is scaled by {lora.alpha / divisor:.3g} "
+        f"(alpha / {text}); to keep it with another rank, change --alpha too"
+    )
+    if config.optim.lr < LOWEST_USUAL_LR:
+        notes.append(
+            warning(
+                f"optim.lr={config.optim.lr:g} is under {LOWEST_USUAL_LR:g}; LoRA hardly learns at such rates"
+            )
+        )
+    if config.optim.lr > HIGHEST_USUAL_LR:
+        notes.append(
+            warning(
+                f"optim.lr={config.optim.lr:g} is over {HIGHEST_USUAL_LR:g}; policies collapse at such rates"
+            )
+        )
+    if config.log.to:
+        samples = f" and {config.log.samples} completions per step" if config.log.samples else ""
+        notes.append(f"settings, metrics{samples} are logged to {', '.join(config.log.to)} (log.to)")
+    return notes_of(*notes)

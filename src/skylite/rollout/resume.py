@@ -29,10 +29,10 @@ from skylite.notes import log_notes
 from skylite.processes.own_network import check_network
 from skylite.resources.gpu_memory_plan import plan_memory
 from skylite.resources.gpu_placement import place_again
-from skylite.rollout.automatic_settings import epochs_to_steps
 from skylite.rollout.plan import (
     RunPlan,
     check_device,
+    epochs_to_steps,
     held_out_prompts,
     train_data_hash,
 )

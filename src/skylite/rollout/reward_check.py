@@ -1,4 +1,7 @@
-"""Call the rewards of a run as its steps will: with right, wrong and empty completions, before it starts."""
+"""Try the rewards of a run before it starts: on right, wrong and empty completions, and on reference answers.
+
+`skylite prepare` scores the reference answer of every row, but only under the reward that it is given.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,15 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from skylite.config.rollout import RewardConfig
 from skylite.config.train import TrainConfig
+from skylite.data.prompts import PromptFileInfo
 from skylite.errors import ConfigError, RunFailed
-from skylite.rewards.built_in import BUILT_IN
-from skylite.rewards.right_completion import ANSWER, fill
+from skylite.notes import Note, warning
+from skylite.rewards import Component
+from skylite.rewards.built_in import BUILT_IN, needs_answer, reference_completion, without_extraction
+from skylite.rewards.call_rewards import Item
+from skylite.rewards.right_completion import ANSWER, USUAL_FORMS, fill, find_form, probe_rows
 from skylite.rewards.worker_pool import RewardPool
 from skylite.types import Prompt, is_number
 
@@ -64,3 +72,103 @@ def check_calls(
                     f"{prompt.id}.",
                     "A reward must return a finite number for every completion, also an empty one.",
                 )
+
+
+def check_references(
+    config: RewardConfig,
+    info: PromptFileInfo,
+    train: Sequence[Prompt],
+    components: Sequence[Component],
+    programs: Mapping[str, str],
+) -> list[Note]:
+    """Warnings on rewards under which no reference answer scores above 0, or above a wrong one.
+
+    Raises ConfigError where that is certainly wrong: for a built-in reward that compares with the answer, and
+    for the user's first function, which decides what is right, if it asks for the answer by name.
+    """
+    references = probe_rows(train)
+    if not references or not config.functions:  # `prepare` has checked the data's own reward
+        return []
+    warnings = []
+    for spec, component in zip(config.functions, components, strict=True):
+        if not _gets_answer(spec, component):
+            continue
+        scores, beats_wrong = _fits(spec, references, config, info.answer_template, programs)
+        if scores and (beats_wrong or not component.function.signature.asks_for_answer):
+            continue
+        if scores:
+            warnings.append(
+                warning(
+                    f"the reward {spec} asks for the answer, but gives a right one no more than a wrong one "
+                    "in any usual form"
+                )
+            )
+            continue
+        what = f"of {len(references)} reference answers scores above 0 under the reward {spec}"
+        if _must_score(spec, component, is_first=component is components[0], prepared_for=info.reward):
+            raise _scores_nothing(f"None {what}", spec, info, references[0])
+        warnings.append(
+            warning(f"none {what}; that is right for a penalty, or if it does not look at the answer")
+        )
+    return warnings
+
+
+def _gets_answer(spec: str, component: Component) -> bool:
+    if spec in BUILT_IN:
+        return needs_answer(spec)
+    return component.function.signature.takes_rest or component.function.signature.asks_for_answer
+
+
+def _must_score(spec: str, component: Component, *, is_first: bool, prepared_for: str) -> bool:
+    """A later function may be a penalty. One with **columns may ignore the answer, as many of TRL's do.
+
+    A function that the data was prepared for may want a form of its own, which `prepare` took from the data.
+    """
+    asks = component.function.signature.asks_for_answer
+    return spec in BUILT_IN or (is_first and asks and spec != prepared_for)
+
+
+def _fits(
+    spec: str,
+    references: Sequence[Prompt],
+    config: RewardConfig,
+    prepared_template: str,
+    programs: Mapping[str, str],
+) -> tuple[bool, bool]:
+    """Whether a right answer scores in some form, and whether it beats a wrong one there.
+
+    Scores in a worker process, as a run does.
+    """
+    pool = RewardPool(
+        [spec],
+        timeout_s=config.timeout_s,
+        programs=programs,
+        log_path=Path(os.devnull),  # a run writes nothing before it starts
+        parameters=without_extraction(spec, config),
+    )
+
+    def score(items: Sequence[Item]) -> list[float]:
+        return [score.reward for score in asyncio.run(pool.score(items))]
+
+    try:
+        if spec in BUILT_IN:
+            right = [(row, reference_completion(spec, row.answer) or row.answer) for row in references]
+            scores = any(value > 0 for value in score(right))
+            return scores, scores
+        prepared = [prepared_template] if prepared_template else []
+        form = find_form(score, references, [*prepared, *USUAL_FORMS])
+        return form.fits, form.beats_wrong
+    except RunFailed as error:
+        raise ConfigError(f"The reward {spec} does not work: {error.what}", error.hint) from error
+    finally:
+        pool.close()
+
+
+def _scores_nothing(what: str, spec: str, info: PromptFileInfo, first: Prompt) -> ConfigError:
+    hint = (
+        f"Choose a reward that fits the answers; the data was prepared for {info.reward}."
+        if spec in BUILT_IN
+        else "Correct the function; it got each answer alone and in usual forms, such as <answer>. If it "
+        "does not compare with the answer, let it not ask for it."
+    )
+    return ConfigError(f"{what}; the first is {first.answer[-80:]!r} of prompt {first.id}.", hint)

@@ -10,18 +10,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from skylite.adapters.manifest import read_manifest
 from skylite.adapters.target_modules import predict_target_modules
-from skylite.engine.canary import DEFAULT_TOLERANCE, verify_folder
+from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, run_template
+from skylite.engine.canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.launchers import load_launcher
 from skylite.engine.start_engines import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy
+from skylite.environments.offline_source import Offline
+from skylite.environments.source import GroupRequest
 from skylite.errors import (
+    DataError,
     OutOfMemory,
     SkyliteError,
     TrainerLost,
@@ -29,32 +36,36 @@ from skylite.errors import (
     convert_os_errors,
     write_failed,
 )
-from skylite.processes.child import ProcessSpec, Supervisor
+from skylite.loggers.follow import fingerprints
+from skylite.loggers.logger_processes import LoggerProcess, count_steps, start_loggers
+from skylite.processes.child import ProcessSpec, Supervisor, poll
 from skylite.processes.file_tree import remove_tree
 from skylite.processes.hardware import threads_per_rank
 from skylite.processes.torchrun import trainer_command, trainer_env
+from skylite.progress_reporting import long_work
 from skylite.report.read_run import read_facts
 from skylite.rollout.failures import TRAINER, explain_failure, may_resume, with_next_commands
 from skylite.rollout.loop import TrainerStep, run_steps, wait_for_trainer_step
 from skylite.rollout.plan import RunPlan, write_config
-from skylite.rollout.progress import Progress
 from skylite.rollout.resume import plan_resume, remove_after
-from skylite.rollout.run_loggers import loggers_running
-from skylite.rollout.session_resources import Session, start_tokenizer
+from skylite.rollout.session import Progress, Session, TimeLimit
 from skylite.rollout.shutdown import (
     TRAINER_SHARE,
     StopRequest,
-    TimeLimit,
     handle_signals,
     run_until_stopped,
 )
 from skylite.rollout.sources import source_for
+from skylite.run.files import write_json
 from skylite.run.metrics_file import null_to_nan, read_metrics
-from skylite.run.run_dir import adapter_name
+from skylite.run.rollout_file import write_rollouts
+from skylite.run.run_dir import RunDir, adapter_name
 from skylite.ui.dashboard import Screen
 from skylite.ui.end_message import finished_text, log_findings, stopped_text
 
 logger = logging.getLogger(__name__)
+LONGEST_PROMPTS = 16
+"""Prompts to encode for the longest one. The longest text need not have the most tokens."""
 
 
 async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = None) -> bool:
@@ -246,3 +257,93 @@ def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
         own_network=not plan.config.shared_network,
         is_done=plan.run.trainer_step_path(plan.config.num_steps).exists,
     )
+
+
+async def start_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> ChatTokenizer:
+    """Load the tokenizer and write the canary sequences, for which the trainer waits. `stack` closes it.
+
+    The trainer finds the rows that it scores itself when it finds the canary.
+    """
+    tokenizer = await asyncio.to_thread(
+        load_tokenizer, plan.resolved.model.path, run_template(plan.run_config)
+    )
+    stack.callback(tokenizer.close)
+    if tokenizer.note:
+        logger.info(tokenizer.note)
+    longest = await asyncio.to_thread(longest_prompt_tokens, tokenizer, plan)
+    sequences = await asyncio.to_thread(
+        canary_sequences, tokenizer, plan.train, plan.resolved.placement.dtype
+    )
+    if plan.config.source.name == "offline" and plan.held_out:
+        rows = Offline(plan.config, tokenizer, plan.resolved.model.path)
+        request = GroupRequest(model="", version=0, engines=[], temperature=1.0)
+        write_rollouts(plan.run.held_out_path, await rows.sample(plan.held_out, request))
+    write_json(plan.run.canary_path, {"sequences": sequences, "longest_prompt_tokens": longest})
+    return tokenizer
+
+
+def longest_prompt_tokens(tokenizer: ChatTokenizer, plan: RunPlan) -> int:
+    """Tokens of the longest training prompt that is sampled, judged by the prompts with the longest text."""
+    # In bytes: a Chinese character takes as many tokens as several English ones.
+    by_text = sorted(plan.train, key=lambda p: -sum(len(m["content"].encode()) for m in p.messages))
+    tokens = map(len, tokenizer.encode_chats([p.messages for p in by_text[:LONGEST_PROMPTS]]))
+    limit = plan.config.rollout.max_prompt_tokens
+    return max((count for count in tokens if count <= limit), default=limit)
+
+
+WATCH_S = 2.0
+POLL_S = 0.05
+FINISH_S = 30.0
+"""Time for the loggers to log the rest after the run: wandb and others then send what they hold."""
+
+
+@asynccontextmanager
+async def loggers_running(plan: RunPlan, stop: StopRequest) -> AsyncIterator[None]:
+    """Follow the run with every logger of log.to. They end within FINISH_S, or within the rest of a stop."""
+    processes = start_loggers(plan.run, plan.config.log.to)
+    watching = asyncio.ensure_future(_watch(processes))
+    try:
+        yield
+    finally:
+        watching.cancel()
+        try:
+            if processes:
+                await _finish(processes, plan.run, stop, plan.config.stop.grace_s)
+        finally:
+            for process in processes:
+                process.end()
+
+
+async def _watch(processes: Sequence[LoggerProcess]) -> None:
+    """Report every logger that fails."""
+    while True:
+        for process in processes:
+            if problem := process.failure():
+                process.report(problem)
+        await asyncio.sleep(WATCH_S)
+
+
+async def _finish(processes: Sequence[LoggerProcess], run: RunDir, stop: StopRequest, grace_s: float) -> None:
+    for process in processes:
+        process.finish()
+    limit_s = stop.remaining_s(grace_s) if stop.requested.is_set() else FINISH_S
+    until, steps = time.monotonic() + limit_s, _recorded_steps(run)
+    names = ", ".join(process.name for process in processes)
+    with long_work(f"waiting for {names} to finish, {limit_s:.0f} s at most") as work:
+        while any(poll(p.child) is None for p in processes) and not stop.forced.is_set():
+            if time.monotonic() > until:
+                break
+            count_steps(work, processes, steps)
+            await asyncio.sleep(POLL_S)
+    for process in processes:
+        is_late = poll(process.child) is None
+        if problem := "it did not end in time" if is_late else process.failure():
+            process.report(problem)
+
+
+def _recorded_steps(run: RunDir) -> dict[int, str]:
+    """Fingerprints of the run's steps; none if metrics.jsonl is damaged, which each logger reports."""
+    try:
+        return fingerprints(read_metrics(run.metrics_path))
+    except DataError:
+        return {}

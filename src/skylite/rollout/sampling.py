@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from skylite.data.prompt_order import prompts_for_round, prompts_for_step
 from skylite.environments.source import GroupRequest
 from skylite.progress_reporting import long_work
-from skylite.rollout.session_resources import Session
+from skylite.rollout.session import Session
 from skylite.run.rollout_file import read_rollouts
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Group, Prompt

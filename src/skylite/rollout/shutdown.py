@@ -26,7 +26,7 @@ from skylite.errors import ChildDied, DataError, EngineFailed, RunFailed, Traine
 from skylite.processes.child import Supervisor
 from skylite.rollout.failures import TRAINER
 from skylite.rollout.plan import RunPlan
-from skylite.rollout.progress import Progress
+from skylite.rollout.session import Progress
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.metrics_file import read_metrics
 from skylite.run.run_dir import RunDir
@@ -243,29 +243,3 @@ async def _wait_for_first(*things: Awaitable[Any], timeout_s: float | None = Non
         for task in own:
             task.cancel()
         await asyncio.gather(*own, return_exceptions=True)
-
-
-@dataclass(slots=True)
-class TimeLimit:
-    """Request a stop before a time limit passes. Not part of the run: a resume may use another limit."""
-
-    hours: float
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-    started: float = field(default_factory=time.monotonic)
-    longest_s: float = 0.0
-    """Longest step so far, in seconds: the estimate for the next one."""
-    reached: bool = False
-
-    def step_ended(self, step_s: float) -> bool:
-        """Note a finished step. Returns True and sets `stop` if the next step would pass the limit."""
-        self.longest_s = max(self.longest_s, step_s)
-        if time.monotonic() - self.started + self.longest_s > 3600 * self.hours:
-            self.reached = True
-            self.stop.set()
-        return self.reached
-
-    def __str__(self) -> str:
-        return (
-            f"--max-hours {self.hours:g}: stopping, because the next step ({self.longest_s:.1f} s) "
-            "would pass the limit"
-        )

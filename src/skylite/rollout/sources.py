@@ -32,8 +32,7 @@ from skylite.processes.streams import printed_lines
 from skylite.rewards import load_components
 from skylite.rewards.worker_pool import RewardPool
 from skylite.rollout.prompt_check import CheckedPrompts, check_prompts, fitting_prompts, require_chats
-from skylite.rollout.reference_answers import check_references
-from skylite.rollout.reward_check import check_calls
+from skylite.rollout.reward_check import check_calls, check_references
 from skylite.rollout.trusted_programs import allow_episode, allow_rewards
 from skylite.types import Prompt
 from skylite.ui.logs import log_printed

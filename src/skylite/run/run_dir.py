@@ -98,7 +98,7 @@ class RunDir:
 
     @property
     def events_path(self) -> Path:
-        """Timeline of the parent (run/events.py)."""
+        """Timeline of the parent (rollout/session.py)."""
         return self.root / "events.jsonl"
 
     @property
