@@ -190,12 +190,14 @@ def completion_example(
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The score of a completion."""
+    """What a completion or an episode earned."""
 
     reward: float
     """The weighted sum of `components`; may be NaN or infinite."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Reward function name -> unweighted score, in the order of reward.functions."""
+    turns: tuple[float, ...] = ()
+    """What each turn of an episode earned, if it said so."""
 
 
 def transcript(turns: Sequence[str], observed: Sequence[str] = (), turn_rewards: Sequence[float] = ()) -> str:

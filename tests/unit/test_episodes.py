@@ -233,7 +233,7 @@ def test_a_log_of_a_gigabyte_ends_no_episode(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_takes_no_print_and_raises_nothing() -> None:
-    code = "from skylite.environments.episode_log import append_to_log; append_to_log(b'text')"
+    code = "from skylite.environments.episode_host import append_to_log; append_to_log(b'text')"
     with open("/dev/full", "wb") as full:
         subprocess.run([sys.executable, "-c", code], stdout=full, check=True)
 

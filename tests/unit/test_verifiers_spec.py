@@ -133,8 +133,8 @@ def test_rewards_are_components_and_metrics_are_shown_only() -> None:
     rewards = {"right": SimpleNamespace(value=0.5), "short": SimpleNamespace(value=0.25)}
     found = read_episode(episode(trace(rewards=rewards, metrics={"turns": 3.0, "unseen": None})), "agent")
     assert found == {"right": 0.5, "short": 0.25, "metric/turns": 3.0}
-    assert read_reward(found, EnvConfig(), 1).total == 0.75
-    assert read_reward(found, EnvConfig(weights={"metric/turns": 0.1, "short": 0.0}), 1).total == 0.8
+    assert read_reward(found, EnvConfig(), 1).reward == 0.75
+    assert read_reward(found, EnvConfig(weights={"metric/turns": 0.1, "short": 0.0}), 1).reward == 0.8
 
 
 ERROR = SimpleNamespace(type="TaskError", message="scoring: KeyError: 'x'")

@@ -24,7 +24,6 @@ from skylite.data.prompts import read_prompts
 from skylite.engine.interface import BASE_NAME
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.start_engines import run_on_engine, single_engine_spec
-from skylite.environments.episode_leaks import Leftovers
 from skylite.environments.episode_pool import EpisodeEnd
 from skylite.environments.episode_spec import check_episode_data
 from skylite.environments.episodes_source import Episodes, episodes_running
@@ -250,14 +249,11 @@ def _facts(played: Played) -> dict[str, Any]:
                 "turns": len(c.trajectory.calls),
                 "sampled_tokens": c.trajectory.num_tokens,
                 "seconds": c.end.seconds,
-                "left_open": c.end.left.files,
-                "left_running": c.end.left.processes,
                 "repeated": c.is_repeated,
             }
             for c in episodes
         ],
         "repeated": sum(c.is_repeated for c in episodes),
-        "with_leaks": sum(c.end.left != Leftovers() for c in episodes),
         "reward_mean": sum(c.trajectory.reward for c in episodes) / len(episodes),
         "start_seconds": played.start_seconds,
         **turn_metrics([c.trajectory for c in episodes]),
@@ -271,7 +267,6 @@ def _text(played: Played) -> str:
         f"{episodes}\n\n"
         f"{plain(played.model)}: {len(played.episodes)} episodes, twice each, after a start of "
         f"{played.start_seconds:.1f} s. {facts['repeated']} gave the same tokens and reward again. "
-        f"{facts['with_leaks']} left something open or running. "
         f"{100 * facts['turns/reused_frac']:.0f} % of the later prompts' tokens were reused, "
         f"{facts['turns/branches_mean']:.1f} branches a trajectory."
     )
@@ -285,6 +280,4 @@ def _episode_text(found: Checked) -> str:
         f"{trajectory.num_tokens} sampled tokens, {end.seconds:.2f} s, end: {trajectory.end}"
         f"{'' if found.is_repeated else ', NOT the same with the same seed'}"
     )
-    left = [f"left open: {name}" for name in end.left.files]
-    left += [f"left running: {name}" for name in end.left.processes]
-    return "\n".join([plain(head), *map(plain, left), plain_lines(found.conversation)])
+    return f"{plain(head)}\n{plain_lines(found.conversation)}"

@@ -109,7 +109,7 @@ class Reply:
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Endpoint:
     """Where an OpenAI client finds the policy."""
 
@@ -118,24 +118,11 @@ class Endpoint:
     model: str
 
 
-@dataclass(slots=True)
-class Chat:
+@dataclass(slots=True, kw_only=True)
+class Chat(Endpoint):
     """`await chat(messages)`: a call of the policy."""
 
-    endpoint: Endpoint
-    _client: httpx.AsyncClient | None = field(default=None, repr=False)
-
-    @property
-    def base_url(self) -> str:
-        return self.endpoint.base_url
-
-    @property
-    def api_key(self) -> str:
-        return self.endpoint.api_key
-
-    @property
-    def model(self) -> str:
-        return self.endpoint.model
+    _client: httpx.AsyncClient | None = field(default=None, init=False, repr=False)
 
     async def __call__(
         self, messages: Messages, *, tools: Tools = (), max_tokens: int | None = None
@@ -146,30 +133,17 @@ class Chat:
         """
         if self._client is None:  # no timeout: env.timeout_s ends the episode
             self._client = httpx.AsyncClient(timeout=None, trust_env=False, verify=False)
-        url, headers = _target(self.endpoint)
-        return _reply(
-            await self._client.post(
-                url, headers=headers, content=_body(self.model, messages, tools, max_tokens)
-            )
-        )
+        return _reply(await self._client.post(**_request(self, messages, tools, max_tokens)))
 
 
-@dataclass(slots=True)
-class BlockingChat:
+@dataclass(slots=True, kw_only=True)
+class BlockingChat(Endpoint):
     """`chat(messages)` for an episode that is a plain function."""
-
-    endpoint: Endpoint
-
-    base_url = property(lambda self: self.endpoint.base_url)
-    api_key = property(lambda self: self.endpoint.api_key)
-    model = property(lambda self: self.endpoint.model)
 
     def __call__(self, messages: Messages, *, tools: Tools = (), max_tokens: int | None = None) -> Reply:
         """As `Chat`."""
-        url, headers = _target(self.endpoint)
-        body = _body(self.endpoint.model, messages, tools, max_tokens)
         with httpx.Client(timeout=None, trust_env=False, verify=False) as client:
-            return _reply(client.post(url, headers=headers, content=body))
+            return _reply(client.post(**_request(self, messages, tools, max_tokens)))
 
 
 def tool_schema(tool: Callable[..., Any] | dict[str, Any]) -> dict[str, Any]:
@@ -206,18 +180,18 @@ def _run_tool(call: dict[str, Any], tools: dict[str, Callable[..., Any]]) -> str
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _target(endpoint: Endpoint) -> tuple[str, dict[str, str]]:
-    headers = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
-    return f"{endpoint.base_url}/chat/completions", headers
-
-
-def _body(model: str, messages: Messages, tools: Tools, max_tokens: int | None) -> bytes:
-    body: dict[str, Any] = {"model": model, "messages": list(messages)}
+def _request(endpoint: Endpoint, messages: Messages, tools: Tools, max_tokens: int | None) -> dict[str, Any]:
+    """Address, headers and body, by httpx's names."""
+    body: dict[str, Any] = {"model": endpoint.model, "messages": list(messages)}
     if tools:
         body["tools"] = [tool_schema(tool) for tool in tools]
     if max_tokens is not None:
         body["max_tokens"] = max_tokens
-    return encodable(json.dumps(body, ensure_ascii=False, allow_nan=False)).encode()
+    return {
+        "url": f"{endpoint.base_url}/chat/completions",
+        "headers": {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"},
+        "content": encodable(json.dumps(body, ensure_ascii=False, allow_nan=False)).encode(),
+    }
 
 
 def _reply(response: httpx.Response) -> Reply:

@@ -4,15 +4,16 @@
 
 It talks with the parent in JSON lines over the Unix socket. From the parent: {"id", "task", "endpoint"} and
 {"cancel": id}. To the parent: {"ready": true} or {"failed": text}, then {"id", "seconds", "value"}, {"id",
-"seconds", "raised", "at_limit"} or {"id", "seconds", "ended"} for each episode, with "left" for what is left
-(episode_leaks.py). An episode's process is killed at its end, with all its descendants: orphans among
-them become its children, and those of a process that ended by itself become the host's.
+"seconds", "raised", "at_limit"} or {"id", "seconds", "ended"} for each episode. An episode's process is
+killed at its end, with all its descendants: orphans among them become its children, and those of a process
+that ended by itself become the host's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import json
@@ -23,6 +24,8 @@ import resource
 import selectors
 import signal
 import socket
+import stat
+import subprocess
 import sys
 import time
 import traceback
@@ -30,18 +33,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from skylite.environments.chat import BlockingChat, Chat, Endpoint, Task, is_limit
-from skylite.environments.command_episode import NonzeroExit, command_episode
-from skylite.environments.episode_leaks import Leftovers, leftovers, open_descriptors
-from skylite.environments.episode_log import Printed, print_into_pipe
+from skylite.environments.chat import BlockingChat, Chat, Task, is_limit
+from skylite.environments.episode_spec import USERS_FOLDER, command_words
 from skylite.environments.episodes import BUILT_IN
 from skylite.errors import SkyliteError
 from skylite.processes.reaper import adopt_orphans, children, die_with_parent, kill_tree
-from skylite.untrusted_text import encodable_json
+from skylite.untrusted_text import encodable_json, parse_json
 from skylite.user_functions import EPISODE, is_command, is_verifiers, load_function
 
 FILE_BYTES = 1 << 30
-"""Largest file that an episode may write. What it prints has no limit (episode_log.py)."""
+"""Largest file that an episode may write. What it prints has no limit (`Printed`)."""
 RESULT_BYTES = 1 << 18
 """Largest result of an episode."""
 IMPORTS_OF_A_REQUEST = ("anyio._backends._asyncio", "h11", "httpcore")
@@ -49,6 +50,76 @@ IMPORTS_OF_A_REQUEST = ("anyio._backends._asyncio", "h11", "httpcore")
 ORPHANS_S = 2.0
 """Longest wait for the end of orphans. Another user's, say of a setuid program, cannot be killed."""
 Episode = Callable[..., Any]
+
+
+LOG_BYTES = 256 << 20
+"""Largest log. An older one of that size stays beside it."""
+LINE_BYTES = 1 << 16
+"""A longer line is written in parts, between which other episodes may print."""
+CHUNK_BYTES = 1 << 16
+CHUNKS = 16
+"""Read at once at most: one episode that prints without end must not keep the host from the others."""
+
+
+@dataclass(slots=True)
+class Printed:
+    """The read end of one episode's pipe.
+
+    Each episode prints into a pipe of its own, so that neither a large log, nor a full disk, nor another
+    episode can end it. The log keeps the newest output: at LOG_BYTES it becomes episodes.log.1, which
+    replaces an older one.
+    """
+
+    pipe: int
+    _line: bytes = b""
+
+    def read(self) -> bool:
+        """Write to the log what has been printed. Returns whether more may come."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(CHUNKS):
+                if not (chunk := os.read(self.pipe, CHUNK_BYTES)):
+                    return False
+                complete, end, rest = (self._line + chunk).rpartition(b"\n")
+                if not end and len(rest) < LINE_BYTES:
+                    self._line = rest
+                    continue
+                self._line = rest if end else b""
+                append_to_log(complete + end if end else rest)
+        return True
+
+    def finish(self) -> None:
+        """Write the rest to the log and close the pipe."""
+        self.read()
+        if self._line:
+            append_to_log(self._line + b"\n")
+        os.close(self.pipe)
+
+
+def print_into_pipe() -> tuple[Printed, int]:
+    """A pipe for an episode, and its write end."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    return Printed(read_end), write_end
+
+
+def append_to_log(data: bytes) -> None:
+    """Append to this process's stdout. What the disk does not take is lost: no print may end an episode."""
+    with contextlib.suppress(OSError):
+        info = os.fstat(1)
+        if stat.S_ISREG(info.st_mode) and info.st_size + len(data) > LOG_BYTES:
+            _start_new_log()
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(1, data) :]
+
+
+def _start_new_log() -> None:
+    path = os.readlink("/proc/self/fd/1")
+    os.replace(path, f"{path}.1")
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
 
 
 @dataclass(slots=True)
@@ -93,6 +164,58 @@ def load_episode(spec: str, sha256: str | None) -> Episode:
         adapted: Episode = adapter.verifiers_episode(spec)
         return adapted
     return load_function(spec, EPISODE, sha256)
+
+
+class CommandFailed(Exception):
+    """The program failed or printed no reward."""
+
+
+class NonzeroExit(CommandFailed):
+    """The program failed. Nobody can tell whether a limit was the reason."""
+
+
+def command_episode(spec: str) -> Callable[[Task, BlockingChat], Any]:
+    """The episode that runs this command line. Raises ConfigError.
+
+    The program starts once for each trajectory, in the folder in which the user started skylite. It gets
+    OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and the task as JSON in SKYLITE_TASK and on its standard
+    input. The last line that it prints is the reward as JSON.
+    """
+    words = command_words(spec)
+
+    def episode(task: Task, chat: BlockingChat) -> Any:
+        text = json.dumps(dataclasses.asdict(task))
+        folder = os.environ.get(USERS_FOLDER)
+        env = {k: v for k, v in os.environ.items() if k != USERS_FOLDER} | {
+            "OPENAI_BASE_URL": chat.base_url,
+            "OPENAI_API_KEY": chat.api_key,
+            "OPENAI_MODEL": chat.model,
+            "SKYLITE_TASK": text,
+        }
+        # In this process group, which is killed at the end of the episode.
+        done = subprocess.run(
+            words,
+            env=env,
+            cwd=folder,
+            input=text,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            check=False,
+        )
+        sys.stdout.write(done.stdout)
+        if done.returncode != 0:
+            raise NonzeroExit(f"{words[0]} ended with {done.returncode}; its output is in the log")
+        lines = done.stdout.strip().splitlines()
+        try:
+            return parse_json(lines[-1] if lines else "")
+        except ValueError:
+            last = lines[-1][:200] if lines else ""
+            raise CommandFailed(
+                f"the last line that {words[0]} printed is {last!r}; it must be the reward as JSON"
+            ) from None
+
+    return episode
 
 
 class Host:
@@ -219,8 +342,7 @@ def _run_episode(episode: Episode, message: dict[str, Any], pipe: int, host: int
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     limit = FILE_BYTES if most == resource.RLIM_INFINITY else min(FILE_BYTES, most)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    before = open_descriptors()
-    task, endpoint = Task(**message["task"]), Endpoint(**message["endpoint"])
+    task, endpoint = Task(**message["task"]), message["endpoint"]
     random.seed(task.seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(task.seed % 2**32)
@@ -233,8 +355,6 @@ def _run_episode(episode: Episode, message: dict[str, Any], pipe: int, host: int
     if (tools := sys.modules.get("skylite.environments.python_tool")) is not None:
         with contextlib.suppress(OSError):  # a folder that cannot be removed is no error of the episode
             tools.close_sandboxes()
-    if (left := leftovers(before, endpoint.base_url)) != Leftovers():
-        found["left"] = left.model_dump()
     data = json.dumps(found).encode() + b"\n"
     if len(data) > RESULT_BYTES:
         data = b'{"raised": "ValueError: the episode returned too many rewards to keep"}\n'
@@ -253,18 +373,16 @@ def _result(line: bytes) -> dict[str, Any] | None:
     """What the episode's process wrote; None if it is no result. Any code of the episode can write there."""
     try:
         found = json.loads(line) if line.endswith(b"\n") and len(line) <= RESULT_BYTES else None
-        if not isinstance(found, dict) or not found.keys() <= {"value", "raised", "at_limit", "left"}:
-            return None
-        Leftovers.model_validate(found.get("left", {}))
     except (ValueError, RecursionError):
         return None
-    return found
+    is_result = isinstance(found, dict) and found.keys() <= {"value", "raised", "at_limit"}
+    return found if is_result else None
 
 
-def _call(episode: Episode, task: Task, endpoint: Endpoint) -> Any:
+def _call(episode: Episode, task: Task, endpoint: dict[str, str]) -> Any:
     if inspect.iscoroutinefunction(episode):
-        return asyncio.run(episode(task, Chat(endpoint)))
-    return episode(task, BlockingChat(endpoint))
+        return asyncio.run(episode(task, Chat(**endpoint)))
+    return episode(task, BlockingChat(**endpoint))
 
 
 def plain_value(value: Any) -> Any:

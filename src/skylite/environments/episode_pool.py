@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.environments.chat import Endpoint, Task
-from skylite.environments.command_episode import USERS_FOLDER
-from skylite.environments.episode_leaks import Leftovers
+from skylite.environments.episode_spec import USERS_FOLDER
 from skylite.errors import ConfigError, RunFailed
 from skylite.processes.child import ProcessSpec, Supervisor
 from skylite.untrusted_text import parse_json, plain
@@ -51,8 +50,6 @@ class EpisodeEnd:
     task_id: str
     seconds: float
     """From the start of its process to its result."""
-    left: Leftovers
-    """Nothing if a limit of time ended it."""
 
 
 @dataclass(slots=True)
@@ -189,8 +186,7 @@ def _report_episode(
     on_end: Callable[[EpisodeEnd], None], task_id: str, ended: asyncio.Future[dict[str, Any]]
 ) -> None:
     if not ended.cancelled() and ended.exception() is None:
-        found = ended.result()
-        on_end(EpisodeEnd(task_id, found["seconds"], Leftovers.model_validate(found.get("left", {}))))
+        on_end(EpisodeEnd(task_id, ended.result()["seconds"]))
 
 
 def _check_started(first: dict[str, Any], logs: Path) -> None:

@@ -19,6 +19,9 @@ from skylite.user_functions import (
     is_verifiers,
 )
 
+USERS_FOLDER = "SKYLITE_USERS_FOLDER"
+"""Variable of the host: where the user started skylite, whose command:PROGRAM runs there."""
+
 
 def check_episode(spec: str) -> None:
     """Check env.episode without running it. Raises ConfigError."""

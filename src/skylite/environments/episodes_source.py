@@ -42,20 +42,11 @@ from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.errors import RunFailed
 from skylite.processes.child import Supervisor
 from skylite.processes.private_folders import temporary_folder
-from skylite.types import Group, Prompt, Trajectory
+from skylite.types import Group, Prompt, Score, Trajectory
 
 logger = logging.getLogger(__name__)
 TRAJECTORY_SEEDS = 1 << 20
 """Distance between the seeds of two trajectories of a prompt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reward:
-    """The parts of what an episode returned."""
-
-    total: float
-    components: dict[str, float]
-    turns: tuple[float, ...] = ()
 
 
 class GroupDropped(Exception):
@@ -127,14 +118,14 @@ class Episodes:
                 raise self._failed(log, "made no call of the model")
             raise self._failed(log, f"reached its limit ({log.end}) before its first reply")
         try:
-            reward = read_reward(value, self.config.env, len(log.calls))
+            score = read_reward(value, self.config.env, len(log.calls))
         except ValueError as error:
             raise self._failed(log, str(error)) from None
         return Trajectory(
             calls=tuple(answered.call for answered in log.calls),
-            reward=reward.total,
-            components=reward.components,
-            turn_rewards=reward.turns,
+            reward=score.reward,
+            components=score.components,
+            turn_rewards=score.turns,
             end=log.end,
         )
 
@@ -198,20 +189,20 @@ def task_of(prompt: Prompt, seed: int) -> Task:
     )
 
 
-def read_reward(value: Any, config: EnvConfig, num_turns: int) -> Reward:
+def read_reward(value: Any, config: EnvConfig, num_turns: int) -> Score:
     """A number, named components (weighted by env.weights), or one number a turn. Raises ValueError."""
     if isinstance(value, dict):
         if not value:
             raise ValueError("returned no component of a reward")
         components = {name: _number(x) for name, x in value.items()}
         weights = {n: config.weights.get(n, 0.0 if n.startswith(METRIC) else 1.0) for n in components}
-        return Reward(sum(weights[n] * x for n, x in components.items()), components)
+        return Score(sum(weights[n] * x for n, x in components.items()), components)
     if isinstance(value, list):
         if len(value) != num_turns:
             raise ValueError(f"returned {len(value)} rewards for {num_turns} turns")
         turns = tuple(map(_number, value))
-        return Reward(sum(turns), {}, turns)
-    return Reward(_number(value), {})
+        return Score(sum(turns), turns=turns)
+    return Score(_number(value))
 
 
 def _number(value: Any) -> float:

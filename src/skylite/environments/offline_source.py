@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,6 @@ from skylite.untrusted_text import plain
 
 CHOSEN, REJECTED = "chosen", "rejected"
 """Names of the replies in a pair's `Prompt.extra`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LearnedReply:
-    """A reply as the model would sample it."""
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    """With the end-of-turn token."""
-    text: str
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +47,11 @@ class Offline:
             on_group(groups[-1])
         return groups
 
-    def render(self, prompts: Sequence[Prompt]) -> list[list[list[LearnedReply]]]:
-        """[rows][trajectories][replies]. Raises DataError for a row whose replies cannot be found."""
+    def render(self, prompts: Sequence[Prompt]) -> list[list[list[Call]]]:
+        """[rows][trajectories][replies as the model would sample them].
+
+        Raises DataError for a row whose replies cannot be found.
+        """
         jobs = [[self._job(prompt, chat) for chat in _chats(prompt)] for prompt in prompts]
         results = self._run([job for of_prompt in jobs for job in of_prompt])
         return [
@@ -92,7 +81,7 @@ class Offline:
             for start in range(0, len(prompts), PROMPTS_PER_CALL):
                 part = prompts[start : start + PROMPTS_PER_CALL]
                 for prompt, trajectories in zip(part, self.render(part), strict=True):
-                    counts[prompt.id] = max(r.num_tokens for replies in trajectories for r in replies)
+                    counts[prompt.id] = max(num_tokens(call) for calls in trajectories for call in calls)
                 work.advance(len(part))
         return {name: count for name, count in counts.items() if count > limit}
 
@@ -110,7 +99,7 @@ def _replies_of(chat: Sequence[Message]) -> list[int]:
     return [index for index, message in enumerate(chat) if message["role"] == "assistant"]
 
 
-def _replies(prompt: Prompt, job: Job, result: Any) -> list[LearnedReply]:
+def _replies(prompt: Prompt, job: Job, result: Any) -> list[Call]:
     calls: Any = result.get("calls") if isinstance(result, dict) else None
     if not _are_calls(calls):
         error = result.get("error") if isinstance(result, dict) else "it gave no tokens"
@@ -120,7 +109,15 @@ def _replies(prompt: Prompt, job: Job, result: Any) -> list[LearnedReply]:
             "Correct or delete the row, or choose another template (data.chat_template).",
         )
     texts = [job["messages"][index]["content"] for index in job["learned"]]
-    return [LearnedReply(prompt_ids, ids, text) for (prompt_ids, ids), text in zip(calls, texts, strict=True)]
+    return [
+        Call(prompt_token_ids=prompt_ids, completion_token_ids=ids, sampling_logprobs=[], text=text)
+        for (prompt_ids, ids), text in zip(calls, texts, strict=True)
+    ]
+
+
+def num_tokens(call: Call) -> int:
+    """Prompt and reply, with the end-of-turn token."""
+    return len(call.prompt_token_ids) + len(call.completion_token_ids)
 
 
 def _are_calls(value: Any) -> bool:
@@ -132,22 +129,12 @@ def _are_calls(value: Any) -> bool:
     )
 
 
-def _group(prompt: Prompt, trajectories: Sequence[Sequence[LearnedReply]], version: int) -> Group:
+def _group(prompt: Prompt, trajectories: Sequence[Sequence[Call]], version: int) -> Group:
     question = prompt.messages if CHOSEN in prompt.extra else prompt.messages[:-1]
     return Group(
         prompt=Prompt(id=prompt.id, messages=question, answer="", source=prompt.source),
         trajectories=tuple(
-            Trajectory(calls=tuple(_call(r, version) for r in replies), reward=reward)
-            for replies, reward in zip(trajectories, (1.0, 0.0), strict=False)
+            Trajectory(calls=tuple(replace(c, adapter_version=version) for c in calls), reward=reward)
+            for calls, reward in zip(trajectories, (1.0, 0.0), strict=False)
         ),
-    )
-
-
-def _call(reply: LearnedReply, version: int) -> Call:
-    return Call(
-        prompt_token_ids=reply.prompt_token_ids,
-        completion_token_ids=reply.token_ids,
-        sampling_logprobs=[],
-        adapter_version=version,
-        text=reply.text,
     )

@@ -114,21 +114,19 @@ class OpenAIServer:
         try:
             log = self._trajectory(request)
             parsed = parse_request(await _body(request))
-            answer = await _unless_disconnected(request, self._answer(log, parsed))
+            answered = await _unless_disconnected(request, self._answer(log, parsed))
         except ApiError as error:
             return JSONResponse(error.body(), status_code=error.status)
         except SkyliteError as error:
             log.fail(error)
             return JSONResponse(ApiError(500, "engine_failed", error.what).body(), status_code=500)
-        if answer is None:
+        if answered is None:
             return Response(status_code=499)  # nobody reads it
-        call, reply = answer
-        log.record(call)
+        log.record(answered)
         if parsed.stream:
-            return StreamingResponse(
-                reply.stream(with_usage=parsed.wants_usage), media_type="text/event-stream"
-            )
-        return JSONResponse(reply.body())
+            events = reply_events(answered, log.model, with_usage=parsed.wants_usage)
+            return StreamingResponse(events, media_type="text/event-stream")
+        return JSONResponse(reply_body(answered, log.model))
 
     def _trajectory(self, request: Request) -> TrajectoryLog:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
@@ -137,7 +135,7 @@ class OpenAIServer:
             raise ApiError(401, "invalid_api_key", "This key belongs to no running trajectory.")
         return log
 
-    async def _answer(self, log: TrajectoryLog, request: ChatRequest) -> tuple[AnsweredRequest, ChatReply]:
+    async def _answer(self, log: TrajectoryLog, request: ChatRequest) -> AnsweredRequest:
         limits, rollout = self.config.env, self.config.rollout
         if log.num_started >= limits.max_turns:
             raise _ended(
@@ -159,24 +157,13 @@ class OpenAIServer:
         text = _before(await self.renderer.text(call.completion_token_ids), request.stop_texts)
         parse = partial(parse_reply, text, self.tool_format, self.stops, has_tools=bool(tools), thinks=thinks)
         parsed = parse() if len(text) < LONG_REPLY else await asyncio.to_thread(parse)
-        message = parsed.message(number)
-        call = replace(call, observed=told_since_reply(messages))
-        answered = AnsweredRequest(
+        return AnsweredRequest(
             number=number,
             messages=messages,
             tools=tools,
             arguments=request.chat_template_kwargs,
-            reply=message,
-            call=call,
-        )
-        reason = "tool_calls" if parsed.tool_calls else call.finish_reason
-        return answered, ChatReply(
-            id=f"chatcmpl-{number}",
-            model=log.model,
-            message=message,
-            finish_reason=reason,
-            prompt_tokens=len(ids),
-            completion_tokens=len(call.completion_token_ids),
+            reply=parsed.message(number),
+            call=replace(call, observed=told_since_reply(messages)),
         )
 
     async def _prompt(
@@ -251,8 +238,8 @@ async def _body(request: Request) -> bytes:
 
 
 async def _unless_disconnected(
-    request: Request, answer: Coroutine[Any, Any, tuple[AnsweredRequest, ChatReply]]
-) -> tuple[AnsweredRequest, ChatReply] | None:
+    request: Request, answer: Coroutine[Any, Any, AnsweredRequest]
+) -> AnsweredRequest | None:
     """The answer; None if the client goes away first, which cancels it: what nobody reads is not recorded."""
     task = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(request.receive())  # the body is read: all that can come is the end
@@ -283,52 +270,46 @@ def _sockets(path: Path) -> Iterator[tuple[socket.socket, socket.socket]]:
             path.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatReply:
-    """An answered request."""
+def reply_body(answered: AnsweredRequest, model: str) -> dict[str, Any]:
+    """An answered request as one object in OpenAI's form."""
+    message, reason = answered.reply, _finish_reason(answered)
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
+    head = _head(answered, model, "chat.completion")
+    return {**head, "choices": [choice], "usage": _usage(answered.call)}
 
-    id: str
-    model: str
-    message: dict[str, Any]
-    finish_reason: str
-    """stop, length or tool_calls."""
-    prompt_tokens: int
-    completion_tokens: int
-    created: int = 0
-    """Always 0: the same episode gets the same replies."""
 
-    @property
-    def usage(self) -> dict[str, int]:
-        total = self.prompt_tokens + self.completion_tokens
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": total,
-        }
+def reply_events(answered: AnsweredRequest, model: str, *, with_usage: bool) -> Iterator[str]:
+    """The same as server-sent events. Everything is sampled before the first one."""
+    message, head = answered.reply, _head(answered, model, "chat.completion.chunk")
 
-    def body(self) -> dict[str, Any]:
-        """The reply as one object."""
-        choice = {"index": 0, "message": self.message, "logprobs": None, "finish_reason": self.finish_reason}
-        return {**self._head("chat.completion"), "choices": [choice], "usage": self.usage}
+    def event(choices: list[dict[str, Any]], **more: Any) -> str:
+        return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
 
-    def stream(self, *, with_usage: bool) -> Iterator[str]:
-        """The reply as server-sent events. Everything is sampled before the first one."""
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        if reasoning := self.message.get("reasoning_content"):
-            deltas.append({"reasoning_content": reasoning})
-        if content := self.message["content"]:
-            deltas.append({"content": content})
-        for index, call in enumerate(self.message.get("tool_calls", ())):
-            deltas.append({"tool_calls": [{"index": index, **call}]})
-        for delta in deltas:
-            yield self._event([{"index": 0, "delta": delta, "finish_reason": None}])
-        yield self._event([{"index": 0, "delta": {}, "finish_reason": self.finish_reason}])
-        if with_usage:
-            yield self._event([], usage=self.usage)
-        yield "data: [DONE]\n\n"
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
+    for index, call in enumerate(message.get("tool_calls", ())):
+        deltas.append({"tool_calls": [{"index": index, **call}]})
+    for delta in deltas:
+        yield event([{"index": 0, "delta": delta, "finish_reason": None}])
+    yield event([{"index": 0, "delta": {}, "finish_reason": _finish_reason(answered)}])
+    if with_usage:
+        yield event([], usage=_usage(answered.call))
+    yield "data: [DONE]\n\n"
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
-        return f"data: {json.dumps({**self._head('chat.completion.chunk'), 'choices': choices, **more})}\n\n"
+def _head(answered: AnsweredRequest, model: str, kind: str) -> dict[str, Any]:
+    """`created` is always 0: the same episode gets the same replies."""
+    return {"id": f"chatcmpl-{answered.number}", "object": kind, "created": 0, "model": model}
+
+
+def _finish_reason(answered: AnsweredRequest) -> str:
+    return "tool_calls" if answered.reply.get("tool_calls") else answered.call.finish_reason
+
+
+def _usage(call: Call) -> dict[str, int]:
+    prompt, completion = len(call.prompt_token_ids), len(call.completion_token_ids)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
