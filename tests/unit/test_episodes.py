@@ -250,4 +250,4 @@ def test_a_file_that_cannot_be_imported_stops_the_start(tmp_path: Path) -> None:
 
 def test_rewards_of_turns_add_up() -> None:
     reward = read_reward([0.0, 0.5, 1.0], EnvConfig(), 3)
-    assert (reward.total, reward.turns) == (1.5, (0.0, 0.5, 1.0))
+    assert (reward.reward, reward.turns) == (1.5, (0.0, 0.5, 1.0))

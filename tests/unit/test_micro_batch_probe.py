@@ -16,7 +16,7 @@ from skylite.model.packing import PackedTokens
 from skylite.model.policy import Policy, score
 from skylite.model.process_group import Dist
 from skylite.rollout.plan import RunPlan
-from skylite.rollout.session import LONGEST_PROMPTS, longest_prompt_tokens
+from skylite.rollout.run_session import LONGEST_PROMPTS, longest_prompt_tokens
 from skylite.trainer import micro_batch_memory
 from skylite.trainer.micro_batch_memory import SAFETY, measure_micro_batch_tokens
 from tests.cases import policy_of

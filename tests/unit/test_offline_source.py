@@ -54,7 +54,9 @@ def offline(template: str = CHAT_TEMPLATE) -> Offline:
 def learned(prompt: Prompt, template: str = CHAT_TEMPLATE) -> list[list[tuple[str, str]]]:
     """[trajectories][replies] the prompt's last 9 characters, and the reply."""
     (trajectories,) = offline(template).render([prompt])
-    return [[(to_text(r.prompt_token_ids)[-9:], to_text(r.token_ids)) for r in t] for t in trajectories]
+    return [
+        [(to_text(r.prompt_token_ids)[-9:], to_text(r.completion_token_ids)) for r in t] for t in trajectories
+    ]
 
 
 def chat_of(messages: list[Message]) -> Prompt:
@@ -69,13 +71,13 @@ def pair_of(chosen: str, rejected: str) -> Prompt:
 def test_every_reply_of_a_chat_is_learned_with_its_end_and_nothing_else() -> None:
     (trajectories,) = offline().render([chat_of(CHAT)])
     ((first, second),) = trajectories
-    assert [to_text(r.token_ids) for r in (first, second)] == ["2<|im_end|>", " 4 <|im_end|>"]
+    assert [to_text(r.completion_token_ids) for r in (first, second)] == ["2<|im_end|>", " 4 <|im_end|>"]
     whole = to_ids("".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT))
-    both = second.prompt_token_ids + second.token_ids
+    both = second.prompt_token_ids + second.completion_token_ids
     assert whole[: len(both)] == both
-    start = first.prompt_token_ids + first.token_ids
+    start = first.prompt_token_ids + first.completion_token_ids
     assert second.prompt_token_ids[: len(start)] == start, "the tree computes a chat once"
-    assert first.token_ids[-1] == second.token_ids[-1] == STOP
+    assert first.completion_token_ids[-1] == second.completion_token_ids[-1] == STOP
 
 
 def test_only_the_last_replies_of_a_pair_are_learned() -> None:
@@ -89,7 +91,7 @@ def test_a_template_that_drops_reasoning_from_the_history_shows_it_in_its_own_ca
     chat = [*CHAT[:2], {"role": "assistant", "content": "<think>hm</think>2"}, *CHAT[3:]]
     (trajectories,) = offline(THINKS).render([chat_of(chat)])  # type: ignore[arg-type]
     first, second = trajectories[0]
-    assert to_text(first.token_ids) == "<think>hm</think>2<|im_end|>"
+    assert to_text(first.completion_token_ids) == "<think>hm</think>2<|im_end|>"
     assert "hm" not in to_text(second.prompt_token_ids)
 
 
