@@ -4,8 +4,8 @@ The parsed message is only what the program reads. What the trainer learns from 
 In a text of `decode_reply` a special token counts only where its id was sampled. Notations without a token
 of their own count as text.
 
-Every parser takes time in proportion to the text, whatever the model writes: a search of the text never
-starts again before the place that an earlier one has reached.
+Every parser takes time in proportion to the text, whatever the model writes: it splits the text at marks.
+So a call whose arguments hold the mark that begins a call stays text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from skylite.data.chat_tokenizer_in_sandbox import as_written
@@ -148,131 +148,63 @@ def _json_calls(text: str) -> list[ToolCall] | None:
     return None if not calls or None in calls else [c for c in calls if c is not None]
 
 
-@dataclass(slots=True)
-class _Finder:
-    """`str.find` for starts that never decrease: it keeps what it has found, so the total time is linear."""
+def _blocks(
+    text: str, opening: str, closing: str, read: Callable[[str, bool], list[ToolCall] | None]
+) -> Parsed:
+    """The text without its blocks that are calls, and these.
 
-    text: str
-    _found: dict[str, int] = field(default_factory=dict)
-
-    def find(self, needle: str, start: int) -> int:
-        """The first place from `start` on; -1 without one."""
-        found = self._found.get(needle, 0)
-        if 0 <= found < start or needle not in self._found:
-            found = self._found[needle] = self.text.find(needle, start)
-        return found
-
-    def name(self, start: int) -> int:
-        """The end of a name in this line, which a ">" follows; -1 if there is none."""
-        end, line = self.find(">", start), self.find("\n", start)
-        return end if end > start and not start <= line < end else -1
-
-
-Block = tuple[int, int, list[ToolCall] | None]
-"""Start and end of a block, and its calls; None: it stays text."""
-_SPACE = re.compile(r"\s*")
-
-
-def _after_space(text: str, start: int) -> int:
-    found = _SPACE.match(text, start)
-    assert found is not None, "it matches the empty text"
-    return found.end()
-
-
-def _without(text: str, blocks: Iterator[Block]) -> Parsed:
-    """The text without the blocks that are calls, and these."""
-    kept, calls, position = [], [], 0
-    for start, end, found in blocks:
-        if found is not None:
-            kept.append(text[position:start])
-            calls += found
-            position = end
-    return "".join([*kept, text[position:]]), calls
+    `read` gets what a block holds, and whether it has an end. None: the block stays text.
+    """
+    first, *parts = text.split(opening)
+    kept, calls = [first], list[ToolCall]()
+    for part in parts:
+        inside, end, rest = part.partition(closing)
+        found = read(inside, bool(end))
+        calls += found or ()
+        kept.append(opening + part if found is None else rest)
+    return "".join(kept), calls
 
 
 def _hermes(text: str) -> Parsed:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
-
-    def blocks() -> Iterator[Block]:
-        end = 0
-        while (start := text.find("<tool_call>", end)) >= 0:
-            inner = start + len("<tool_call>")
-            close = text.find("</tool_call>", inner)
-            close, end = (close, close + len("</tool_call>")) if close >= 0 else (len(text), len(text))
-            yield start, end, _json_calls(text[inner:close].strip())
-
-    return _without(text, blocks())
+    return _blocks(text, "<tool_call>", "</tool_call>", lambda inside, _: _json_calls(inside.strip()))
 
 
 def _qwen_xml(text: str) -> Parsed:
     """<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>"""
 
-    def blocks() -> Iterator[Block]:
-        finder, position, before = _Finder(text), 0, 0
-        while (start := text.find("<function=", position)) >= 0:
-            position = start + len("<function=")
-            if (end := finder.name(position)) < 0:
-                continue
-            if (close := finder.find("</function>", end)) < 0:
-                return
-            call = ToolCall(text[position:end].strip(), _arguments(_qwen_pairs(text[end + 1 : close])))
-            if (head := text[before:start].rstrip()).endswith("<tool_call>"):
-                start = before + len(head) - len("<tool_call>")
-            position = close + len("</function>")
-            if text.startswith("</tool_call>", after := _after_space(text, position)):
-                position = after + len("</tool_call>")
-            before = position
-            yield start, position, [call]
+    def read(inside: str, has_end: bool) -> list[ToolCall] | None:
+        name, named, body = inside.partition(">")
+        if not (has_end and named and name.strip()) or "\n" in name:
+            return None
+        pairs = []
+        for part in body.split("<parameter=")[1:]:
+            key, named, rest = part.partition(">")
+            value, end, _ = rest.partition("</parameter>")
+            if named and end and "\n" not in key:
+                pairs.append((key, value.removeprefix("\n").removesuffix("\n")))
+        return [ToolCall(name.strip(), _arguments(pairs))]
 
-    return _without(text, blocks())
-
-
-def _qwen_pairs(body: str) -> list[tuple[str, str]]:
-    finder, position, pairs = _Finder(body), 0, []
-    while (start := body.find("<parameter=", position)) >= 0:
-        position = start + len("<parameter=")
-        if (end := finder.name(position)) < 0:
-            continue
-        if (close := finder.find("</parameter>", end)) < 0:
-            break
-        pairs.append((body[position:end], body[end + 1 : close].removeprefix("\n").removesuffix("\n")))
-        position = close + len("</parameter>")
-    return pairs
+    text, calls = _blocks(text, "<function=", "</function>", read)
+    return (re.sub(r"<tool_call>\s*(</tool_call>|\Z)", "", text) if calls else text), calls
 
 
 def _glm(text: str) -> Parsed:
     """<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>...</tool_call>"""
 
-    def blocks() -> Iterator[Block]:
-        finder, position = _Finder(text), 0
-        while (start := text.find("<tool_call>", position)) >= 0:
-            position = start + len("<tool_call>")
-            if (close := finder.find("</tool_call>", position)) < 0:
-                return
-            line = finder.find("\n", position)
-            end = min(finder.find("<", position), line if line >= 0 else len(text))
-            if end > position:
-                call = ToolCall(text[position:end].strip(), _arguments(_glm_pairs(text[end:close])))
-                position = close + len("</tool_call>")
-                yield start, position, [call]
+    def read(inside: str, has_end: bool) -> list[ToolCall] | None:
+        name = re.split("[<\n]", inside, maxsplit=1)[0]
+        if not (has_end and name.strip()):
+            return None
+        pairs = []
+        for part in inside.split("<arg_key>")[1:]:
+            key, _, rest = part.partition("</arg_key>")
+            value, end, _ = rest.lstrip().partition("</arg_value>")
+            if end and value.startswith("<arg_value>"):
+                pairs.append((key, value.removeprefix("<arg_value>")))
+        return [ToolCall(name.strip(), _arguments(pairs))]
 
-    return _without(text, blocks())
-
-
-def _glm_pairs(body: str) -> list[tuple[str, str]]:
-    position, pairs = 0, []
-    while (start := body.find("<arg_key>", position)) >= 0:
-        start = position = start + len("<arg_key>")
-        while (close := body.find("</arg_key>", position)) >= 0:  # a key may hold one, unless a value follows
-            position = _after_space(body, close + len("</arg_key>"))
-            if body.startswith("<arg_value>", position):
-                break
-        value = position + len("<arg_value>")
-        if close < 0 or (end := body.find("</arg_value>", value)) < 0:
-            break
-        pairs.append((body[start:close], body[value:end]))
-        position = end + len("</arg_value>")
-    return pairs
+    return _blocks(text, "<tool_call>", "</tool_call>", read)
 
 
 def _mistral(text: str) -> Parsed:
@@ -308,27 +240,17 @@ def _llama(text: str) -> Parsed:
     return "", calls
 
 
-_GEMMA_HEAD = re.compile(r"<\|tool_call>call:([\w.-]+)\s*(?=\{)")
+_GEMMA_HEAD = re.compile(r"([\w.-]+)\s*(?=\{)")
 
 
 def _gemma(text: str) -> Parsed:
     """<|tool_call>call:NAME{key:1,other:<|"|>text<|"|>}<tool_call|>"""
 
-    def blocks() -> Iterator[Block]:
-        position = 0
-        while (head := _GEMMA_HEAD.search(text, position)) is not None:
-            opening = head.end()
-            position = opening + 1
-            while (end := text.find("<tool_call|>", position)) >= 0:
-                inside, start = text[position:end].rstrip(), position
-                position = end + len("<tool_call|>")
-                if inside.endswith("}"):
-                    break
-            if end < 0:
-                return
-            yield head.start(), position, _gemma_call(head[1], text[opening : start + len(inside)])
+    def read(inside: str, has_end: bool) -> list[ToolCall] | None:
+        head = _GEMMA_HEAD.match(inside)
+        return _gemma_call(head[1], inside[head.end() :].rstrip()) if has_end and head is not None else None
 
-    return _without(text, blocks())
+    return _blocks(text, "<|tool_call>call:", "<tool_call|>", read)
 
 
 def _gemma_call(name: str, arguments: str) -> list[ToolCall] | None:
