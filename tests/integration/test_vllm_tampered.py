@@ -21,7 +21,6 @@ from skylite.errors import SyncFailed
 from skylite.export.canary_check import load_float32, model_logprobs
 from skylite.run.files import sha256_file, write_json
 from skylite.run.run_dir import AdapterVersion, adapter_name
-from tests.damaged_adapters import DAMAGE
 from tests.engines import EngineServer, running_server, write_random_adapter
 from tests.fakes import tampered_engine
 from tests.unit.engine_cases import publish
@@ -112,7 +111,7 @@ def test_right_adapters_are_verified(
         assert reading.base_distance < 0.001, "the limit of 0.002 alone would see no fault"
 
 
-@pytest.mark.parametrize("kind", [tampered_engine.BEFORE, *DAMAGE])
+@pytest.mark.parametrize("kind", [tampered_engine.BEFORE, *tampered_engine.DAMAGE])
 def test_a_damaged_adapter_is_refused(
     server: EngineServer,
     marker: dict[str, str],

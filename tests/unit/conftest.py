@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.unit.gpu_cases import Machine
 from tests.unit.shared_tokenizers import shared_tokenizers
+
+if TYPE_CHECKING:
+    from skylite.model.process_group import Dist
 
 SHARE_TOKENIZERS = {
     "test_after_training",
@@ -56,3 +60,12 @@ def tokenizers(request: pytest.FixtureRequest) -> Iterator[None]:
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """A machine without GPUs, until the test gives it some."""
     return Machine(tmp_path / "bin", monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def dist() -> Iterator[Dist]:
+    """The process group of a single rank."""
+    from tests.small_run import lone_rank  # it imports torch
+
+    with lone_rank() as dist:
+        yield dist

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,13 +35,7 @@ from skylite.trainer.optimizer import FlatAdamW
 from tests.cases import optimizer_of, policy_of, train_rows
 from tests.rows import Row, groups_of, random_episodes, random_samples, write_samples
 from tests.settings import load_config
-from tests.small_run import lone_rank, settings
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
+from tests.small_run import settings
 
 
 def numbers_of(optimizer: FlatAdamW) -> list[torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,16 +20,10 @@ from skylite.model.policy import load_policy
 from skylite.model.process_group import Dist
 from tests.cases import PROBE, gradients_after_step, policy_of
 from tests.decisions import resolved
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 Module = TypeVar("Module", bound=nn.Module)
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 def rounded(module: Module) -> Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,11 @@ from tests.cases import (
     table_of,
 )
 from tests.rows import Row, random_call_trees
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 
 SEEDS = range(6)
 BUDGETS = (4096, 60, 25, 16)
 """Tokens of a micro-batch: all in one, some cuts, and cuts between the calls of a trajectory."""
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 def test_the_trees_continue_branch_repeat_and_begin_anew() -> None:

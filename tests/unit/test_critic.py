@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,17 +28,11 @@ from tests.cases import train_rows
 from tests.decisions import resolved
 from tests.reference import reference_before, reference_loss
 from tests.rows import completions_of, random_samples, write_samples
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 PROBE = list(range(20, 40))
 SAMPLES = random_samples(0)
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 def ppo_settings(**algorithm: Any) -> TrainConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from skylite.model.policy import load_policy
 from skylite.model.process_group import Dist
 from tests.cases import PROBE
 from tests.decisions import resolved
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 from tests.tiny_models import FAMILIES, make_tiny_model
 
 SIZES = {
@@ -29,12 +28,6 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 def make(*size: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,16 +17,10 @@ from skylite.model.policy import is_lora_param, move_adapters
 from skylite.model.process_group import Dist
 from skylite.trainer.micro_batch_memory import peak_bytes, reset_peak_bytes
 from tests.cases import gradients_after_step, policy_of, relative_difference
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 from tests.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 def rank_of(size: int, rank: int, device_type: str) -> Dist:

@@ -1,35 +1,35 @@
-"""Attention masks: FlexAttention's block mask against all pairs of nodes, and how long masks live."""
+"""Attention masks: FlexAttention's block mask against all pairs of nodes, and how long masks live.
+
+FlexAttention as torch compiles it, too: on a CPU forward passes only.
+"""
 
 from __future__ import annotations
 
 import gc
 import random
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch import Tensor, fx
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from skylite.model import flex_attention as module
 from skylite.model import prefix_tree, tree_attention
 from skylite.model.flex_attention import BLOCK, block_mask
 from skylite.model.policy import score
 from skylite.model.prefix_tree import Tree, build_tree
 from skylite.model.process_group import Dist
+from skylite.model.tree_attention import ScoreSettings, TreeLayout, tree_layout
 from skylite.trainer.micro_batches import pack
 from skylite.trainer.trainer import make_algorithm
 from tests.cases import gradients_after_step, policy_of, table_of
+from tests.fake_gpu.compiler import has_compiler
 from tests.rows import random_samples
-from tests.small_run import lone_rank, settings
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
+from tests.small_run import settings
 
 
 def random_tree(seed: int) -> Tree:
@@ -95,7 +95,7 @@ def test_the_block_mask_equals_all_pairs(seed: int, window: int | None):
 def test_chains_below_equally_many_nodes_share_one_mask():
     prompt = list(range(100))
     tree = build_tree([prompt + [1000 * i + j for j in range(128 - i)] for i in range(1, 9)], groups=[0] * 8)
-    layout = tree_attention.tree_layout(tree, torch.from_numpy(tree.depths), torch.from_numpy(tree.ends))
+    layout = tree_layout(tree, torch.from_numpy(tree.depths), torch.from_numpy(tree.ends))
     masks = tree_attention._additive_masks(layout, None, torch.float32)
     assert [tuple(m.shape) for m in masks] == [(100, 100), *((128 - i, 228 - i) for i in range(1, 9))]
     storages = {m.untyped_storage().data_ptr(): m.untyped_storage().nbytes() for m in masks}
@@ -188,3 +188,45 @@ def test_a_long_step_is_laid_out_quickly(monkeypatch: pytest.MonkeyPatch):
     visited = blocks_of(mask.kv_num_blocks, mask.kv_indices)
     visited |= blocks_of(mask.full_kv_num_blocks, mask.full_kv_indices)
     assert visited.mean() < 0.2
+
+
+def layout_of(length: int) -> TreeLayout:
+    """Two completions of `length` nodes after a prompt of as many."""
+    prompt = list(range(length))
+    tree = build_tree([[*prompt, *[7] * length], [*prompt, *[9] * length]], [0, 0])
+    return tree_layout(tree, torch.from_numpy(tree.depths), torch.from_numpy(tree.ends))
+
+
+def random_inputs(num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of 8 heads and 2 key-value heads."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, num_nodes, 16) for heads in (8, 2, 2))
+    return query, key, value
+
+
+def test_short_batches_do_not_use_flex_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = list[fx.GraphModule]()
+
+    def record(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(module, "flex_attention", torch.compile(flex_attention, dynamic=True, backend=record))
+    with torch.no_grad():
+        module.flex_tree_attention(*random_inputs(45), layout_of(15), ScoreSettings(0.25, None, None))
+    operation = torch.ops.higher_order.flex_attention
+    options = [a for g in graphs for n in g.graph.nodes if n.target is operation for a in n.args]
+    assert [a["BACKEND"] for a in options if isinstance(a, dict)] == ["TRITON"]
+
+
+@pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler")
+def test_a_softcap_compiles_with_dynamic_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "flex_attention", module._compiled())
+    shape = ScoreSettings(0.25, None, 5.0)
+    for length in (40, 50):
+        inputs, layout = random_inputs(3 * length), layout_of(length)
+        with torch.no_grad():
+            out = module.flex_tree_attention(*inputs, layout, shape)
+            expected = tree_attention.tree_attention(*inputs, layout, shape)
+        assert torch.allclose(out, expected, atol=1e-5)
+    assert not torch._dynamo.config.specialize_float, "it stays as it was for others"

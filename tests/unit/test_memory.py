@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,7 @@ from skylite.trainer.micro_batch_memory import (
 )
 from tests.cases import policy_of
 from tests.decisions import resolved
-from tests.small_run import lone_rank, settings
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
+from tests.small_run import settings
 
 
 def test_the_line_through_two_passes_gives_the_largest_micro_batch() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,14 +20,8 @@ from skylite.trainer import micro_batch_memory
 from skylite.trainer.micro_batch_memory import SAFETY, measure_micro_batch_tokens
 from tests.cases import policy_of
 from tests.decisions import resolved
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 from tests.unit.data_cases import prompt
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 class CountedWords:

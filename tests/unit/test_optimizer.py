@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,9 @@ from skylite.trainer.publish_adapter import adapter_tensors
 from tests.cases import optimizer_of, policy_of, train_rows
 from tests.decisions import resolved
 from tests.rows import random_samples
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 
 SEQUENCES = [list(range(20, 40)), list(range(60, 75))]
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,14 +23,8 @@ from skylite.trainer.micro_batch_memory import halve_micro_batches, resolve_micr
 from tests.cases import policy_of
 from tests.decisions import resolved
 from tests.rows import completions_of
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 from tests.tiny_models import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 @pytest.fixture

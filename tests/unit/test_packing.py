@@ -1,16 +1,9 @@
-"""GRPO from rewards to loss, logprobs, packing and schedules against values computed by hand."""
-
-import math
+"""Logprobs, packing and schedules against values computed by hand."""
 
 import numpy as np
 import pytest
 import torch
 
-from skylite.algorithms.advantages import dr_grpo, grpo, zero_std_groups
-from skylite.algorithms.importance import importance_weights
-from skylite.algorithms.kl import k3
-from skylite.algorithms.losses import AGGREGATIONS, POLICY_LOSSES, BatchSize, LossInputs
-from skylite.config.algorithm import AlgorithmConfig, ImportanceConfig
 from skylite.config.optim import OptimConfig
 from skylite.errors import DataError
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS, head_logprobs, token_logprobs
@@ -24,36 +17,6 @@ from tests.small_run import settings
 CPU = torch.device("cpu")
 
 
-def loss_of(
-    ratio: float,
-    advantage: float,
-    *,
-    weight_log: float = 0.0,
-    importance: str = "truncate",
-    num_tokens: int = 1,
-    **algorithm: float,
-) -> tuple[float, float]:
-    """Loss of one token and its derivative by the policy's logprob.
-
-    The token's old logprob is -1, and the batch has `num_tokens` tokens.
-    """
-    old, sequences = torch.tensor([-1.0]), torch.tensor([0])
-    policy = (old + math.log(ratio)).requires_grad_()
-    config = AlgorithmConfig(**algorithm)
-    x = LossInputs(
-        policy_logprobs=policy,
-        old_logprobs=old,
-        advantages=torch.tensor([advantage]),
-        segments=sequences,
-        num_segments=1,
-    )
-    weights, _ = importance_weights(old, old - weight_log, sequences, 1, ImportanceConfig(mode=importance))
-    token_weight = AGGREGATIONS[config.aggregation](1, BatchSize(num_tokens, num_tokens, 256))
-    loss = (POLICY_LOSSES[config.policy_loss](x, config) * weights * token_weight).sum()
-    (slope,) = torch.autograd.grad(loss, policy)
-    return loss.item(), slope.item()
-
-
 def sample(group: int) -> Row:
     return Row(
         group=group,
@@ -63,65 +26,6 @@ def sample(group: int) -> Row:
         reward=0.0,
         truncated=False,
     )
-
-
-def test_advantages_of_one_right_answer_in_four():
-    # mean 0.25, sample standard deviation 0.5: (1 - 0.25) / 0.5 = 1.5 and -0.25 / 0.5 = -0.5
-    advantages = grpo(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), torch.ones(1, 4))
-    assert advantages[0].tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
-
-
-def test_advantages_without_the_standard_deviation():
-    assert dr_grpo(torch.tensor([[3.0, 1.0]]), torch.ones(1, 2))[0].tolist() == [1.0, -1.0]
-
-
-def test_equal_rewards_give_advantages_of_exactly_zero():
-    rewards = torch.full((1, 7), 0.1)
-    assert (rewards - rewards.mean()).abs().max() > 0  # the mean is rounded
-    assert grpo(rewards, torch.ones(1, 7)).tolist() == [[0.0] * 7]
-    assert zero_std_groups(torch.tensor([[1.0, 1.0], [1.0, 0.0]])).tolist() == [True, False]
-
-
-def test_loss_of_the_first_update_is_minus_the_advantage():
-    assert loss_of(1.0, 1.5) == pytest.approx((-1.5, -1.5))
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "slope"),
-    [
-        (1.1, 2.0, -2.2, -2.2),  # within the bounds
-        (1.5, 2.0, -2.4, 0.0),  # already too likely: clipped at 1.2, no gradient
-        (1.5, -2.0, 3.0, 3.0),  # bad and more likely: never clipped
-        (0.5, -2.0, 1.6, 0.0),  # bad and already unlikely: clipped at 0.8
-        (0.5, 2.0, -1.0, -1.0),  # good and unlikely: never clipped
-    ],
-)
-def test_clipping_works_in_the_direction_of_the_advantage(ratio, advantage, loss, slope):
-    assert loss_of(ratio, advantage) == pytest.approx((loss, slope), abs=1e-6)
-
-
-def test_clip_higher_changes_only_the_upper_bound():
-    assert loss_of(1.25, 1.0, clip_eps_high=0.28)[0] == pytest.approx(-1.25)
-    assert loss_of(1.5, 1.0, clip_eps_high=0.28)[0] == pytest.approx(-1.28)
-    assert loss_of(0.5, -1.0, clip_eps_high=0.28)[0] == pytest.approx(0.8)
-
-
-def test_importance_weight_is_capped_and_can_be_switched_off():
-    assert loss_of(1.0, 1.0, weight_log=math.log(1.5)) == pytest.approx((-1.5, -1.5))
-    assert loss_of(1.0, 1.0, weight_log=math.log(7.0)) == pytest.approx((-2.0, -2.0))
-    assert loss_of(1.0, 1.0, weight_log=math.log(7.0), importance="none")[0] == pytest.approx(-1.0)
-
-
-def test_k3_kl_by_hand():
-    # policy 0.5, reference 0.25: 0.5 - log 0.5 - 1 = 0.1931; derivative: 1 - ref / policy = 0.5
-    policy = torch.tensor([0.5]).log().requires_grad_()
-    kl = k3(policy, torch.tensor([0.25]).log())
-    (slope,) = torch.autograd.grad(kl.sum(), policy)
-    assert (kl.item(), slope.item()) == pytest.approx((0.5 + math.log(2) - 1, 0.5))
-
-
-def test_the_loss_is_divided_by_the_global_token_count():
-    assert loss_of(1.0, 3.0, num_tokens=12) == pytest.approx((-3 / 12, -3 / 12))
 
 
 @pytest.mark.parametrize("wanted", ["logprobs", "entropy", "both"])

@@ -6,7 +6,7 @@ Once on random logprobs, and once on a tiny model, which TRL runs row by row and
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from skylite.trainer.step import held_out_metrics, train_step
 from skylite.trainer.trainer import Trainer, make_algorithm
 from skylite.types import TrainingExample, completion_example
 from tests.cases import optimizer_of, plain_model, policy_of, relative_difference
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 from tests.unit.peer_cases import SHAPES, TOLERANCE, Case, make_case, packed, shape_id
 from tests.unit.peer_code import OneProcess, load_trl_supervised
 
@@ -36,12 +36,6 @@ IGNORED = -100
 @pytest.fixture(scope="module")
 def trl() -> SimpleNamespace:
     return load_trl_supervised()
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 @pytest.fixture(params=SHAPES, ids=shape_id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,8 @@ from tests.cases import (
 )
 from tests.decisions import resolved
 from tests.rows import completions_of, random_samples
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 from tests.tiny_models import FAMILIES, make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 def bent_logits_model(folder: Path) -> Path:

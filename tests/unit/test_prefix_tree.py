@@ -90,19 +90,6 @@ def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, 
             assert torch.allclose(out[0, path, head], expected, atol=1e-5)
 
 
-def test_the_mask_follows_from_the_ends_of_subtrees():
-    rng = random.Random(1)
-    for num_groups in (1, 4):
-        sequences = [[rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(20)]
-        tree = build_tree(sequences, groups=[i % num_groups for i in range(20)])
-        ends, nodes = tree.ends, np.arange(len(tree.depths))
-        for path in tree.paths:
-            for position, node in enumerate(path):
-                assert nodes[(nodes <= node) & (node < ends)].tolist() == sorted(
-                    path[: position + 1].tolist()
-                )
-
-
 @pytest.mark.parametrize("call", [tree_module.SCORES_PER_CALL, 0])
 @pytest.mark.parametrize("prefix", [[1, 2], []])
 @pytest.mark.parametrize("window", [None, 3])

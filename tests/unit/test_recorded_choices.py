@@ -27,17 +27,11 @@ from skylite.ui.dashboard import Screen
 from skylite.ui.logs import configure_logging
 from tests.cases import PROBE
 from tests.decisions import resolved
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 from tests.unit.simulated_run import plan_of
 from tests.wrong_structures import WRONG
 
 REFUSED = "no tree for this model"
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 @contextmanager

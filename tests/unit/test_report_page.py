@@ -13,7 +13,6 @@ from skylite.cli.main import app
 from skylite.cli.report import report
 from skylite.report.html import page_html, plain_values, script_json
 from skylite.run.files import write_json
-from skylite.run.metrics_file import read_metrics, write_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.types import Call, Group, Message, Prompt, Trajectory
 from tests.browser import CHROMIUM, Page, browser
@@ -104,23 +103,6 @@ def test_the_curves_are_drawn_with_the_values_of_the_run(page: Page, pages: dict
     assert (versions, accuracies) == ([0, 10, 20, 30, 40], pytest.approx([30, 39, 48, 56, 65]))
     shown.run("window.pixels = drawn[0].chart.ctx.getImageData(0, 0, 300, 300).data; 0")
     assert shown.run("pixels.filter((v, i) => i % 4 === 3 && v > 0).length") > 200, "the canvas is empty"
-
-
-@needs_browser
-def test_the_memory_of_a_gpu_is_shown_where_a_run_has_it(
-    page: Page, pages: dict[str, Path], tmp_path: Path
-) -> None:
-    assert "GPU memory" not in opened(page, pages["one"]).run("document.body.innerText")
-    run = write_made_up_run(tmp_path, "healthy", steps=2)
-    steps = [m | {"mem/gpu_peak_bytes": 3.0 * 2**30} for m in read_metrics(run.metrics_path)]
-    write_metrics(run.metrics_path, steps)
-    report([run.root], out=tmp_path / "gpu.html", completions=10)
-    shown = opened(page, tmp_path / "gpu.html")
-    tiles = "[...document.querySelectorAll('.tiles div')].map((d) => d.textContent)"
-    assert {"memory2.0 GiB", "GPU memory3.0 GiB"} <= set(shown.run(tiles))
-    titles = shown.run("[...document.querySelectorAll('#plots h3')].map((h) => h.textContent)")
-    assert "GPU memory (GiB)" in titles
-    assert shown.errors() == []
 
 
 @needs_browser

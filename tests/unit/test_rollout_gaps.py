@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,10 @@ from skylite.trainer.trainer import Trainer, make_algorithm
 from skylite.types import Call, Group
 from tests.decisions import resolved
 from tests.rows import Row, groups_of
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 from tests.tiny_models import make_tiny_model
 
 WINDOW = 64
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 def test_the_bins_begin_at_powers_of_two_and_halfway_between() -> None:

@@ -28,13 +28,7 @@ from skylite.trainer.metrics import MetricSums
 from skylite.trainer.micro_batches import MicroBatch
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.trainer import Trainer
-from tests.small_run import lone_rank, settings
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
+from tests.small_run import settings
 
 
 def optimizer_of(values: list[float], **optim: Any) -> FlatAdamW:

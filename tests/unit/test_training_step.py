@@ -6,7 +6,6 @@ import copy
 import json
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,14 +30,8 @@ from tests.cases import (
 )
 from tests.reference import reference_before, reference_logprobs, reference_loss
 from tests.rows import random_samples
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 from tests.tiny_models import FAMILIES, make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 def sliding_window_model(folder: Path) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -43,15 +43,9 @@ from tests.cases import (
     train_rows,
 )
 from tests.rows import Row, groups_of, random_episodes
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 
 EPISODES = random_episodes(0)
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from skylite.user_functions import ADVANTAGE, POLICY_LOSS, check_function
 from tests.cases import gradients_after_step, policy_of, table_of
 from tests.rows import random_samples
 from tests.settings import load_config
-from tests.small_run import lone_rank, settings
+from tests.small_run import settings
 
 OWN = """
 import torch
@@ -33,12 +32,6 @@ def clipped(inputs, config):
     low, high = 1 - config.clip_eps_low, 1 + config.clip_eps_high
     return -torch.minimum(ratio * inputs.advantages, ratio.clamp(low, high) * inputs.advantages)
 """
-
-
-@pytest.fixture(scope="module")
-def dist() -> Iterator[Dist]:
-    with lone_rank() as dist:
-        yield dist
 
 
 def own_file(folder: Path, text: str) -> str:

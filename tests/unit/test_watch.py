@@ -19,7 +19,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from rich.cells import cell_len
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -72,13 +71,6 @@ def test_the_screen_shows_curves_findings_and_a_completion(hacked: RunDir) -> No
     assert "KL" not in text  # not measured
 
 
-@pytest.mark.parametrize(("width", "height"), [(100, 40), (80, 24), (40, 10), (200, 60)])
-def test_the_screen_fits(hacked: RunDir, width: int, height: int) -> None:
-    lines = drawn(Watcher(hacked.root), width, height).splitlines()
-    assert len(lines) < height
-    assert {cell_len(line) for line in lines} == {width}
-
-
 def test_keys_page_through_completions(hacked: RunDir) -> None:
     watcher = Watcher(hacked.root)
     assert watcher.press("right")
@@ -106,15 +98,6 @@ def test_lines_of_a_finished_run(hacked: RunDir) -> None:
     assert printed[5].startswith("step 1/40  reward ")
     assert printed[-2].startswith("alarm: Held-out accuracy fell")
     assert printed[-1].startswith("done  ")
-
-
-def test_the_memory_of_a_gpu_is_shown_where_a_run_has_it(tmp_path: Path) -> None:
-    run = write_made_up_run(tmp_path, "healthy", steps=3)
-    assert "2.0 GiB peak memory" in drawn(Watcher(run.root), 120)
-    assert "GPU" not in drawn(Watcher(run.root), 120)
-    newest = read_metrics(run.metrics_path)[-1] | {"step": 4, "mem/gpu_peak_bytes": 3.0 * 2**30}
-    append_metrics(run.metrics_path, newest)
-    assert "2.0 GiB peak memory, 3.0 GiB on the GPU" in drawn(Watcher(run.root), 120)
 
 
 def test_json_lines_are_the_metrics_of_each_step_and_the_end(hacked: RunDir) -> None:

@@ -1,6 +1,6 @@
 """Read and check any PEFT adapter folder, and copy it into a new run as version 0 (`--from-adapter`).
 
-model/load_adapter.py checks tensor names and shapes, because that needs the model.
+model/policy.py checks tensor names and shapes, because that needs the model.
 """
 
 from __future__ import annotations

@@ -79,10 +79,6 @@ class EnginePool:
             await self._unload_everywhere(adapter)
         return old
 
-    def engine_for(self, index: int) -> RetryingEngine:
-        """The engine for the prompt at `index`: round-robin."""
-        return self.engines[index % len(self.engines)]
-
     async def _load_everywhere(self, adapter: AdapterVersion) -> None:
         """All or nothing: if one engine fails, the others unload the version before the next attempt."""
         for attempt in range(1, LOAD_ATTEMPTS + 1):

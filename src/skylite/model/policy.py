@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from skylite.adapters.import_adapter import usual_name
 from skylite.adapters.target_modules import matches, short_names
 from skylite.config.lora import LoraConfig
 from skylite.config.resolved import Resolved
@@ -24,11 +28,11 @@ from skylite.errors import ModelError
 from skylite.model.activation_checkpointing import Checkpointing, checkpoint_layers
 from skylite.model.chunked_logprobs import token_logprobs
 from skylite.model.lm_head import score_in_chunks, top_tokens_in_chunks
-from skylite.model.load_adapter import load_adapter_file
 from skylite.model.loading import decoder_layers, load_base
 from skylite.model.lora_linear import fuse_lora_layers
 from skylite.model.packing import PackedTokens, Packing
 from skylite.model.process_group import Dist
+from skylite.untrusted_files import regular
 
 # Names of the adapters that share the frozen base.
 POLICY = "default"
@@ -153,6 +157,48 @@ def is_top_token(policy: Policy, tokens: PackedTokens) -> Tensor:
             logits = policy.model(**tokens.model_inputs(), use_cache=False).logits
             top = logits.flatten(0, 1).argmax(-1)
     return top[tokens.rows] == tokens.targets
+
+
+def peft_tensor_name(parameter: str) -> str:
+    """Name of a parameter in PEFT's files, which leave out the adapter's name.
+
+    `...q_proj.lora_A.default.weight` -> `...q_proj.lora_A.weight`
+    """
+    return parameter.replace(".default.weight", ".weight").removesuffix(".default")
+
+
+def load_adapter_file(folder: Path, params: Mapping[str, nn.Parameter]) -> None:
+    """Copy `adapter_model.safetensors` of `folder` into `params`.
+
+    Raises ModelError if the file cannot be read, or if its names or shapes are not exactly those of `params`.
+    """
+    path = folder / "adapter_model.safetensors"
+    try:
+        tensors = {usual_name(name): tensor for name, tensor in load_file(regular(path)).items()}
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"{path} cannot be read: {error}.", "Give a complete adapter folder to --from-adapter."
+        ) from None
+    names = {peft_tensor_name(n): n for n in params}
+    remedy = "Train the modules that the adapter has: set lora.target_modules and lora.exclude_modules."
+    if missing := sorted(names.keys() - tensors.keys()):
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of the {len(names)} LoRA matrices that this run trains, "
+            f"first {missing[0]}.",
+            remedy,
+        )
+    if extra := sorted(tensors.keys() - names.keys()):
+        raise ModelError(
+            f"{folder} has {len(extra)} tensors that this run would not train, first {extra[0]}.", remedy
+        )
+    for tensor_name, name in names.items():
+        if tensors[tensor_name].shape != params[name].shape:
+            raise ModelError(
+                f"{folder}: {tensor_name} has shape {list(tensors[tensor_name].shape)}, "
+                f"but this run's model and rank need {list(params[name].shape)}.",
+                "Use the adapter's own base model and --rank.",
+            )
+        params[name].data.copy_(tensors[tensor_name])
 
 
 def adapter_params(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:

@@ -23,8 +23,7 @@ from torch import Tensor
 from skylite.adapters.manifest import Canary, Manifest
 from skylite.config.train import RunConfig
 from skylite.errors import SyncFailed
-from skylite.model.load_adapter import peft_tensor_name
-from skylite.model.policy import Policy
+from skylite.model.policy import Policy, peft_tensor_name
 from skylite.run.files import atomic_folder, sha256_file
 from skylite.run.run_dir import AdapterVersion, adapter_name
 from skylite.trainer.optimizer import is_b_matrix

@@ -1,16 +1,31 @@
-"""What rank 0 sends the others: bytes that are read as JSON, with the bits of every array."""
+"""Threads of a rank while vLLM starts; what rank 0 sends the others: JSON with the bits of every array."""
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from skylite.model.process_group import _from_json, _to_json
+from skylite.model.process_group import _from_json, _to_json, half_the_threads
 from skylite.types import TrainingExample
+
+
+@pytest.mark.parametrize(("own", "during_start"), [(4, 2), (1, 1)])
+def test_half_the_threads_until_vllm_started_or_failed(own: int, during_start: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(own)
+    try:
+        with suppress(ValueError), half_the_threads():
+            assert torch.get_num_threads() == during_start
+            int("a start that fails")
+        assert torch.get_num_threads() == own
+    finally:
+        torch.set_num_threads(before)
 
 
 def sent(value: Any) -> Any:
