@@ -1,9 +1,7 @@
-"""Does every algorithm learn? Train the CPU recipe with each, collect held-out accuracy, draw the reward
-curves.
+"""Does every algorithm learn? Train the CPU recipe with each, and collect held-out accuracy.
 
     python benchmarks/learning.py train --data data/gsm8k-synthetic --runs runs/learning --algorithms dapo ppo
     python benchmarks/learning.py collect runs/learning/* --machine "2 cores ..." --out learning.json
-    python benchmarks/learning.py plot learning.json learning.svg                     (needs the bench extra)
 
 Accuracy: greedy pass@1 on the recipe's held-out problems, measured by the run itself. Minutes: training
 steps only.
@@ -46,10 +44,6 @@ def main() -> None:
     collect.set_defaults(
         run=lambda args: write_json(args.out, [row(RunDir(p.resolve()), args.machine) for p in args.runs])
     )
-    plot = commands.add_parser("plot")
-    plot.add_argument("results", type=Path)
-    plot.add_argument("picture", type=Path)
-    plot.set_defaults(run=draw)
     args = parser.parse_args()
     args.run(args)
 
@@ -105,34 +99,6 @@ def accuracy(run: RunDir, label: str) -> float | None:
         return None
     rewards = pq.read_table(files[-1], columns=["reward"])["reward"].to_pylist()
     return round(sum(bool(r == 1.0) for r in rewards) / len(rewards), 4)
-
-
-def draw(args: argparse.Namespace) -> None:
-    """Plot reward over steps, one line per run. Only the first seed of an algorithm is labelled."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
-    rows = json.loads(args.results.read_text(encoding="utf-8"))
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    names = list(dict.fromkeys(r["algorithm"] for r in rows))
-    colours = {name: plt.get_cmap("tab10")(i % 10) for i, name in enumerate(names)}
-    labelled: set[str] = set()
-    for r in rows:
-        name = r["algorithm"]
-        steps = range(1, len(r["reward_mean"]) + 1)
-        axes.plot(
-            steps,
-            r["reward_mean"],
-            color=colours[name],
-            alpha=0.5 if name in labelled else 1,
-            label=None if name in labelled else name,
-        )
-        labelled.add(name)
-    axes.set(xlabel="step", ylabel="mean reward of the step's samples (temperature 1)", ylim=(0, 1))
-    axes.legend(fontsize="small", ncols=2)
-    figure.savefig(args.picture, metadata={"Date": None})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Draw the pictures of watch, report, compare and doctor from two runs. Those of the report need chromium.
+"""Draw the picture of watch from a run; with a second run those of doctor, report and compare, too.
 
-python docs/make_pictures.py RUN OTHER
+    python docs/make_pictures.py RUN [OTHER]
+
+Those of the report need chromium.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ COLUMNS, ROWS = 100, 32
 WINDOW = "1100,1000"
 
 
-def main(run: Path, other: Path) -> None:
+def main(run: Path, other: Path | None = None) -> None:
     console = recorder(ROWS)
     console.print(LivePanel(Watcher(run).state(has_keys=True), fills_screen=True))
     console.save_svg(str(DOCS / "watch.svg"), title="skylite watch runs/NAME")
-    draw_doctor()
-    draw_report(DOCS / "report.png", [run])
-    draw_report(DOCS / "compare.png", [run, other])
+    if other is not None:
+        draw_doctor()
+        draw_report(DOCS / "report.png", [run])
+        draw_report(DOCS / "compare.png", [run, other])
 
 
 def recorder(rows: int | None = None) -> Console:
@@ -65,4 +68,4 @@ def draw_report(picture: Path, runs: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*map(Path, sys.argv[1:]))

@@ -1,7 +1,9 @@
 """The server of the fake engine (launcher.py): `python engine.py SOCKET [ADAPTER]`.
 
 It reads the canary's logprobs from the adapter's manifest: it tests the run's machinery, not the sampling.
-ENGINE_DELAY_S delays each completion, ENGINE_LOAD_DELAY_S each adapter load.
+ENGINE_DELAY_S delays each completion, ENGINE_LOAD_DELAY_S each adapter load. The folder ENGINE_ORDERS holds
+orders, each a file that is removed when it is obeyed: `refuse to start`, and for the next completion request
+`die`, `hang` and `dead` (500 from then on).
 """
 
 from __future__ import annotations
@@ -28,12 +30,22 @@ DELAY_S = float(os.environ.get("ENGINE_DELAY_S", "0"))
 LOAD_DELAY_S = float(os.environ.get("ENGINE_LOAD_DELAY_S", "0"))
 
 
+def obey(order: str) -> bool:
+    """Whether there was such an order. It is obeyed once."""
+    try:
+        Path(os.environ.get("ENGINE_ORDERS", "/nowhere"), order).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 class Served:
     """The adapters that are loaded, and how many tokens were made."""
 
     def __init__(self) -> None:
         self.folders: dict[str, Path] = {}
         self.tokens = 0
+        self.is_dead = False
         self.lock = threading.Lock()
 
     def load(self, body: dict[str, Any]) -> None:
@@ -49,6 +61,11 @@ class Served:
     def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         self.require(body["model"])
         time.sleep(DELAY_S)
+        if obey("die"):
+            os._exit(7)
+        if obey("hang"):
+            time.sleep(600)
+        self.is_dead = self.is_dead or obey("dead")
         calls = [self.sampled(body["model"], body, index) for index in range(body["n"])]
         self.count(len(body["prompt"]) + sum(len(call["completion_token_ids"]) for call in calls))
         return calls
@@ -114,7 +131,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         names = [{"id": name} for name in [BASE, *self.served.folders]]
         answers = {"/v1/models": {"data": names}, "/progress": self.served.tokens}
-        self.answer(HTTPStatus.OK, json.dumps(answers[self.path]).encode())
+        status = HTTPStatus.INTERNAL_SERVER_ERROR if self.served.is_dead else HTTPStatus.OK
+        self.answer(status, json.dumps(answers[self.path]).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -127,7 +145,9 @@ class Handler(BaseHTTPRequestHandler):
             if self.path == "/v1/chat/completions":
                 self.answer(HTTPStatus.OK, b"".join(served.chat(body)))
             else:
-                self.answer(HTTPStatus.OK, json.dumps(verbs[self.path](body)).encode())
+                answer = verbs[self.path](body)
+                status = HTTPStatus.INTERNAL_SERVER_ERROR if served.is_dead else HTTPStatus.OK
+                self.answer(status, json.dumps(answer).encode())
         except LookupError as error:
             self.answer(HTTPStatus.NOT_FOUND, json.dumps({"error": {"message": str(error)}}).encode())
 
@@ -149,6 +169,8 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 def main() -> None:
     path = Path(sys.argv[1])
     path.unlink(missing_ok=True)
+    if obey("refuse to start"):
+        sys.exit("the fake engine does not start")
     for folder in sys.argv[2:]:
         Handler.served.load({"name": Path(folder).name, "path": folder})
     with Server(str(path), Handler) as server:

@@ -18,7 +18,7 @@ from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.engine.connections import Connections
 from skylite.engine.interface import EngineMemory, EngineSpec, Sampling
-from skylite.errors import EngineFailed, RunFailed, SyncFailed
+from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Call
 
@@ -40,7 +40,10 @@ class FakeEngine:
             return False
 
     async def progress(self) -> float:
-        return float((await self._connections.send("GET", "/progress")).json())
+        reply = await self._connections.send("GET", "/progress")
+        if not reply.is_success:
+            raise EngineDead(f"{self.name} reports that its engine is dead.")
+        return float(reply.json())
 
     async def generate(
         self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
@@ -71,7 +74,8 @@ class FakeEngine:
     async def _ask(self, path: str, body: dict[str, Any]) -> Any:
         reply = await self._connections.send_prompt(path, body, TIMEOUT_S)
         if not reply.is_success:
-            raise RunFailed(f"{self.name} refused a request: {reply.text}")
+            kind = EngineFailed if reply.is_server_error else RunFailed
+            raise kind(f"{self.name} refused a request: {reply.text}")
         return reply.json()
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +10,10 @@ import torch
 
 from tests.cases import plain_model, policy_of, reference_gradient, relative_difference
 from tests.integration.ranks import CALL_TREES, CASES, SEVERAL_TURNS, rows_of
+from tests.integration.torchrun import run_module
 from tests.small_run import lone_rank, settings
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).parents[2]
 NO_REFERENCE = ("ppo", "two updates", f"{SEVERAL_TURNS}ppo")
 ON_ONE_RANK = (
     *NO_REFERENCE,
@@ -36,20 +33,7 @@ def by_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> dict
     found = {}
     for num_ranks in (1, 2):
         out = tmp_path_factory.mktemp("ranks") / "found.pt"
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={num_ranks}",
-        ]
-        names = ON_ONE_RANK if num_ranks == 1 else CASES
-        command += ["-m", "tests.integration.ranks", str(tiny_llama), str(out), *names]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_module("ranks", num_ranks, str(tiny_llama), str(out), *(ON_ONE_RANK if num_ranks == 1 else CASES))
         found[num_ranks] = torch.load(out, weights_only=True)
     return found
 

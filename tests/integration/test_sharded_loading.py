@@ -5,9 +5,6 @@ They read it from the files, or rank 0 sends it where the files hold other tenso
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +18,12 @@ from skylite.model.packing import pack_tokens
 from skylite.model.policy import load_policy, score
 from tests.cases import PROBE
 from tests.decisions import resolved
+from tests.integration.torchrun import run_module
 from tests.rows import completions_of
 from tests.small_run import lone_rank, settings
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).parents[2]
 FAMILIES = ("llama", "qwen2", "gemma")
 """Untied, tied with biases, tied with a scaled embedding and an odd vocabulary head."""
 EXPERTS = "qwen3_moe"
@@ -42,26 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     out = tmp_path_factory.mktemp("sharded") / "found.pt"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "tests.integration.sharded_loading",
-    ]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(out), *map(str, models.values())],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_module("sharded_loading", 2, str(out), *map(str, models.values()))
     assert done.stderr.count("each rank read its shard") == len(FAMILIES)
     assert done.stderr.count("rank 0 read the full model and sent each rank its shard") == 1
     return torch.load(out, weights_only=True)

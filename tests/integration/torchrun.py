@@ -22,6 +22,7 @@ from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.run_dir import RunDir, adapter_name
 
 TIMEOUT_S = 180.0
+ROOT = Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
@@ -44,13 +45,29 @@ def trainer(run: RunDir, num_ranks: int, resume: bool = False) -> Iterator[subpr
         process.wait()
 
 
+def run_module(name: str, num_ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """`torchrun -m tests.integration.NAME WORDS`, which must end well."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    done = subprocess.run(
+        [*command, "-m", f"tests.integration.{name}", *words],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 @functools.cache
 def warm_ranks() -> subprocess.Popen[str]:
     """The process of warm_ranks.py, for all tests of this process."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.integration.warm_ranks"],
         env={**os.environ, **trainer_env(1)},
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
