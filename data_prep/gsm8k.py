@@ -19,11 +19,12 @@ from itertools import islice
 from math import ceil
 from pathlib import Path
 
-from skylite.data import synthetic
+from skylite.config.bundled import bundled_folder
 from skylite.data.hub import hub_table
 from skylite.data.raw_rows import Row, Table, generated_table, hold_out, read_table
 from skylite.errors import DataError
 from skylite.types import Message, Prompt
+from skylite.user_functions import import_file
 
 NAME = "gsm8k"
 REWARD = "gsm8k"
@@ -41,6 +42,7 @@ HUB = "openai/gsm8k"
 VALIDATION_ROWS = 512
 VALIDATION_SEED = 20110
 """Fixed, so that the validation problems do not depend on --seed."""
+SYNTHETIC = import_file(bundled_folder("data_prep") / "synthetic/gsm8k_problems.py", "generator")
 SYNTHETIC_TRAIN_ROWS = 4096
 SYNTHETIC_HELD_OUT = {"test": (1024, 512), "validation": (512, 128)}
 """split -> (minimum rows in total, minimum rows of each difficulty)."""
@@ -59,12 +61,11 @@ def load_rows(split: str, source: Path | None) -> Table:
 
 def synthetic_rows(split: str, seed: int, difficulty: Sequence[int], limit: int | None) -> Table:
     """Generated problems, equally many of each difficulty. The splits do not overlap."""
-    unknown = sorted(set(difficulty) - set(synthetic.DIFFICULTIES))
-    if unknown:
+    difficulties = sorted(set(difficulty)) or list(SYNTHETIC.DIFFICULTIES)
+    if unknown := set(difficulties) - set(SYNTHETIC.DIFFICULTIES):
         raise DataError(
-            f"There is no synthetic difficulty {unknown}.", f"Use {list(synthetic.DIFFICULTIES)}."
+            f"There is no synthetic difficulty {sorted(unknown)}.", f"Use {list(SYNTHETIC.DIFFICULTIES)}."
         )
-    difficulties = sorted(set(difficulty)) or list(synthetic.DIFFICULTIES)
     rows_of_each = {
         name: max(ceil(total / len(difficulties)), each) for name, (total, each) in SYNTHETIC_HELD_OUT.items()
     }
@@ -72,14 +73,11 @@ def synthetic_rows(split: str, seed: int, difficulty: Sequence[int], limit: int 
     start = {"test": 0, "validation": rows_of_each["test"]}
     start["train"] = start["validation"] + rows_of_each["validation"]
     by_difficulty = [
-        list(islice(synthetic.problems(difficulty, seed), start[split], start[split] + rows_of_each[split]))
+        list(islice(SYNTHETIC.problems(difficulty, seed), start[split], start[split] + rows_of_each[split]))
         for difficulty in difficulties
     ]
-    mixed = [problem for row in zip(*by_difficulty, strict=True) for problem in row]
-    rows = [
-        {"question": p.question, "answer": p.answer, "difficulty": p.difficulty}
-        for p in mixed[: limit if split == "train" else None]
-    ]
+    rows = [row for same in zip(*by_difficulty, strict=True) for row in same]
+    rows = rows[: limit if split == "train" else None]
     return generated_table(rows, "synthetic", f"skylite synthetic (seed {seed}, difficulty {difficulties})")
 
 

@@ -6,8 +6,11 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from skylite.data import synthetic
+from skylite.config.bundled import bundled_folder
 from skylite.types import Prompt
+from skylite.user_functions import import_file
+
+synthetic = import_file(bundled_folder("data_prep") / "synthetic/gsm8k_problems.py", "generator")
 
 RELEASED = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
@@ -35,4 +38,4 @@ def _lines(split: str, count: int) -> list[str]:
     if RELEASED.is_dir():
         return (RELEASED / f"{split}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:count]
     made = islice(synthetic.problems(2, seed=1 if split == "train" else 2), count)
-    return [json.dumps({"question": p.question, "answer": p.answer}) + "\n" for p in made]
+    return [json.dumps({"question": p["question"], "answer": p["answer"]}) + "\n" for p in made]

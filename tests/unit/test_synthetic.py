@@ -5,11 +5,10 @@ from itertools import islice
 
 import pytest
 
-from skylite.data import synthetic
 from skylite.data.data_prep_file import load_dataset
-from skylite.data.synthetic import TEMPLATES
 from skylite.errors import DataError
 from skylite.rewards.gsm8k import final_number
+from tests.unit.data_cases import synthetic
 
 FIRST_PROBLEM = (
     "Mei has 16 crayons. She finds 18 more and gives 3 to Yusuf. How many crayons are left?",
@@ -21,9 +20,9 @@ ANNOTATION = re.compile(r"<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
 @pytest.mark.parametrize("difficulty", synthetic.DIFFICULTIES)
 def test_every_step_is_correct_and_leads_to_the_answer(difficulty: int) -> None:
     for problem in islice(synthetic.problems(difficulty, seed=5), 500):
-        *lines, last = problem.answer.split("\n")
+        *lines, last = problem["answer"].split("\n")
         steps = [ANNOTATION.search(line) for line in lines]
-        assert len(lines) == problem.difficulty == difficulty
+        assert len(lines) == problem["difficulty"] == difficulty
         for line, step in zip(lines, steps, strict=True):
             assert step is not None
             left, operator, right, result, shown = step.groups()
@@ -37,32 +36,36 @@ def test_every_step_is_correct_and_leads_to_the_answer(difficulty: int) -> None:
             assert line == f"{left} {operator} {right} = {step[0]}"
         assert steps[-1] is not None
         assert last == f"#### {steps[-1][5]}"
-        assert final_number(problem.answer) == int(steps[-1][5])
+        assert final_number(problem["answer"]) == int(steps[-1][5])
 
 
 @pytest.mark.parametrize("difficulty", synthetic.DIFFICULTIES)
 def test_the_numbers_of_the_calculation_are_in_the_question(difficulty: int) -> None:
     for problem in islice(synthetic.problems(difficulty, seed=5), 200):
-        assert not re.search(r"[{}\[\]|]", problem.question)
-        known = {int(n) for n in re.findall(r"\d+", problem.question)} | {2}  # "doubles" and "half"
-        for left, _, right, result, _ in ANNOTATION.findall(problem.answer):
+        assert not re.search(r"[{}\[\]|]", problem["question"])
+        known = {int(n) for n in re.findall(r"\d+", problem["question"])} | {2}  # "doubles" and "half"
+        for left, _, right, result, _ in ANNOTATION.findall(problem["answer"]):
             assert {int(left), int(right)} <= known
             known.add(int(result))
 
 
 def test_difficulty_1_is_easy() -> None:
     for problem in islice(synthetic.problems(1, seed=0), 2000):
-        left, operator, right, result, _ = ANNOTATION.findall(problem.answer)[0]
+        left, operator, right, result, _ = ANNOTATION.findall(problem["answer"])[0]
         assert operator in "+-*"
         assert max(int(left), int(right)) <= 20
         assert int(result) <= 50
-        assert len(problem.question) < 130
+        assert len(problem["question"]) < 130
 
 
 @pytest.mark.parametrize("difficulty", synthetic.DIFFICULTIES)
 def test_at_least_ten_templates_are_all_used(difficulty: int) -> None:
-    assert len({question for question, _ in TEMPLATES[difficulty]}) == len(TEMPLATES[difficulty]) >= 10
-    assert all(len(steps.split(";")) == difficulty for _, steps in TEMPLATES[difficulty])
+    assert (
+        len({question for question, _ in synthetic.TEMPLATES[difficulty]})
+        == len(synthetic.TEMPLATES[difficulty])
+        >= 10
+    )
+    assert all(len(steps.split(";")) == difficulty for _, steps in synthetic.TEMPLATES[difficulty])
 
 
 def test_the_problems_of_a_seed_do_not_depend_on_their_number() -> None:
@@ -73,7 +76,7 @@ def test_the_problems_of_a_seed_do_not_depend_on_their_number() -> None:
 
 def test_the_problems_equal_those_of_the_published_results() -> None:
     first = next(synthetic.problems(2, seed=0))
-    assert (first.question, first.answer) == FIRST_PROBLEM
+    assert (first["question"], first["answer"]) == FIRST_PROBLEM
 
 
 def test_splits_are_distinct_counted_and_balanced() -> None:

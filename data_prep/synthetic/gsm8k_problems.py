@@ -14,26 +14,16 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 _LARGEST = {1: 50, 2: 100, 3: 200, 4: 400}
 """Difficulty -> largest number in a problem."""
 _STEP = re.compile(r"(\w+) ([-+*/]) (\w+)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One generated problem."""
-
-    question: str
-    answer: str
-    """Worked answer with <<...>> annotations; the last line is "#### N"."""
-    difficulty: int
-
-
-def problems(difficulty: int, seed: int) -> Iterator[Problem]:
-    """Endless distinct problems of one difficulty. The sequence depends on the seed only."""
+def problems(difficulty: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Endless distinct rows of one difficulty. The sequence depends on the seed only."""
     # The seed keeps "stand-in", an old word for synthetic: another text would generate other problems than
     # those of the published results.
     rng = random.Random(f"stand-in/{seed}/{difficulty}")
@@ -44,9 +34,8 @@ def problems(difficulty: int, seed: int) -> Iterator[Problem]:
         question = _question(rng, template, numbers)
         if question not in seen:
             seen.add(question)
-            yield Problem(
-                question=question, answer="\n".join([*lines, f"#### {result}"]), difficulty=difficulty
-            )
+            answer = "\n".join([*lines, f"#### {result}"])
+            yield {"question": question, "answer": answer, "difficulty": difficulty}
 
 
 def _calculation(rng: random.Random, steps: str, difficulty: int) -> tuple[dict[str, int], list[str], int]:
