@@ -59,7 +59,7 @@ def allow_programs(run: RunDir, provenance: Provenance) -> dict[str, str]:
             f"skylite replay uses the run's own settings, and {typed} would change them.",
             "Leave it out; here --set only names a program that the run uses.",
         )
-    return allow_algorithm(recorded.algorithm, replace(provenance, file=run.config_path))
+    return allow_algorithm(recorded, replace(provenance, file=run.config_path))
 
 
 def replay_text(replayed: ReplayResult) -> str:

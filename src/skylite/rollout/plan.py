@@ -180,7 +180,7 @@ def plan_rewards(
         keep=config.reward.model_fields_set,
     )
     notes = [*scored.notes, *source.check_rewards(scored, info, train)]
-    programs = scored.programs | allow_algorithm(scored.config.algorithm, provenance)
+    programs = scored.programs | allow_algorithm(scored.config, provenance)
     programs |= allow_launcher(scored.config, provenance)
     return replace(scored, programs=programs, notes=notes)
 

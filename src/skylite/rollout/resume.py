@@ -81,7 +81,7 @@ def plan_resume(
         provenance=provenance,
         keep=RewardParameters.model_fields,  # the run has recorded them
     )
-    programs = allow_algorithm(config.algorithm, provenance)
+    programs = allow_algorithm(config, provenance)
     programs |= allow_launcher(config, provenance)
     recorded = _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.provenance import NOTHING_TYPED, Provenance
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo
@@ -110,13 +109,13 @@ def allow_rewards(
     return tuple(functions), _allow(functions, REWARD, provenance)
 
 
-def allow_algorithm(config: AlgorithmConfig, provenance: Provenance = NOTHING_TYPED) -> dict[str, str]:
+def allow_algorithm(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) -> dict[str, str]:
     """Check that advantage and policy loss may run, and check their files without importing torch.
 
     Raises ConfigError for one that only a file names.
     """
-    programs: dict[str, str] = {}
-    for spec, kind in ((config.advantage, ADVANTAGE), (config.policy_loss, POLICY_LOSS)):
+    algorithm, programs = config.algorithm, dict[str, str]()
+    for spec, kind in ((algorithm.advantage, ADVANTAGE), (algorithm.policy_loss, POLICY_LOSS)):
         if is_program(spec):
             programs |= _allow([spec], kind, provenance)
             check_function(spec, kind)

@@ -73,8 +73,8 @@ def step_metrics(
     metrics = means | _critic_metrics(means, sums)
     if algorithm.is_sampled:
         metrics |= _importance_metrics(means) | _worst_mismatch(sums, dist) | _group_metrics(table)
-    if "policy/entropy" in total and config.algorithm.source == "rollouts":
-        metrics["policy/entropy"] = _mean_entropy(table, total["policy/entropy"])
+        if "policy/entropy" in total:
+            metrics["policy/entropy"] = _mean_entropy(table, total["policy/entropy"])
     for name in INTERMEDIATE & metrics.keys():
         del metrics[name]
     return metrics | {

@@ -108,8 +108,17 @@ class MicroBatch:
         return [num_tokens(calls) for calls in self.trajectories]
 
 
-def arrange(examples: Sequence[TrainingExample], algorithm: Algorithm, config: TrainConfig) -> Table:
-    """The step as a table. Raises DataError if groups differ in size."""
+def arrange(
+    examples: Sequence[TrainingExample],
+    algorithm: Algorithm,
+    config: TrainConfig,
+    *,
+    num_updates: int | None = None,
+) -> Table:
+    """The step as a table, in as many updates as the algorithm makes, or `num_updates`.
+
+    Raises DataError if groups differ in size.
+    """
     groups = [
         [tuple(calls) for _, calls in groupby(of_group, key=lambda e: e.trajectory)]
         for _, of_group in groupby(examples, key=lambda e: e.group)
@@ -123,7 +132,7 @@ def arrange(examples: Sequence[TrainingExample], algorithm: Algorithm, config: T
     lengths = torch.tensor([[float(num_tokens(calls)) for calls in group] for group in groups])
     kept = algorithm.keep(rewards, torch.tensor([[t[0].is_truncated for t in g] for g in groups]))
     advantages = None if algorithm.penalises_kl else algorithm.credit(rewards, lengths)
-    rows = _rows_of_updates(len(groups), algorithm.updates_per_step)
+    rows = _rows_of_updates(len(groups), num_updates or algorithm.updates_per_step)
     needed = algorithm.needs_pass(kept, advantages)
     numbers = torch.arange(needed.numel()).view_as(needed)
     updates = [numbers[a:b][needed[a:b]].tolist() for a, b in rows]

@@ -57,10 +57,9 @@ def train_step(
 def held_out_metrics(trainer: Trainer, examples: Sequence[TrainingExample]) -> dict[str, float]:
     """The algorithm's metrics of held-out rows as one batch, without an update. All ranks call it."""
     policy, algorithm, temperature = trainer.policy, trainer.algorithm, trainer.temperature
-    one_update = trainer.config.algorithm.model_copy(update={"updates_per_step": 1})
-    config = trainer.config.model_copy(update={"algorithm": one_update})
+    table = arrange(examples, algorithm, trainer.config, num_updates=1)
     sums = {name: torch.zeros((), device=trainer.dist.device).double() for name in algorithm.held_out}
-    for micro in trainer.pack(arrange(examples, algorithm, config))[0]:
+    for micro in trainer.pack(table)[0]:
         ref = ref_logprobs(policy, micro, temperature) if algorithm.needs_reference else None
         logprobs, entropies = score(policy, micro.tokens, temperature)
         is_top = is_top_token(policy, micro.tokens) if algorithm.counts_top_tokens else None
