@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -131,9 +130,7 @@ def _start(
     from skylite.cli.train_defaults import default_data, default_recipe, find_recipe, is_own_data_recipe
     from skylite.data.prompt_order import steps_per_epoch
     from skylite.rollout.disk_check import check_disk_space
-    from skylite.rollout.failures import failures_recorded
     from skylite.rollout.plan import plan_run, write_run
-    from skylite.rollout.run_session import run_session
     from skylite.run.own_folders import lock_run
 
     data = provenance.typed.get("data.path")
@@ -162,8 +159,7 @@ def _start(
     # Lock before writing: of two processes that start at once, one must see the lock of the other.
     with lock_run(plan.run.root, plan.resolved.identity.lora_sync_path, config.lora):
         write_run(plan)
-        with failures_recorded(plan), run_log(plan.run.log_path("skylite")):
-            return asyncio.run(run_session(plan, resume=False, limit=limit))
+        return _train(plan, limit)
 
 
 def _resume(
@@ -171,9 +167,7 @@ def _resume(
 ) -> bool:
     """Resume an existing run. Returns whether it finished."""
     from skylite.rollout.disk_check import check_disk_space
-    from skylite.rollout.failures import failures_recorded
     from skylite.rollout.resume import plan_resume
-    from skylite.rollout.run_session import run_session
     from skylite.run.own_folders import lock_run, require_own_folders
 
     recorded = read_run_config(run.config_path)
@@ -187,8 +181,18 @@ def _resume(
             logger.info(ready_text(plan))
             return True
         check_disk_space(plan.run, plan.config, plan.resolved)
-        with failures_recorded(plan), run_log(plan.run.log_path("skylite")):
-            return asyncio.run(run_session(plan, resume=True, limit=limit))
+        return _train(plan, limit)
+
+
+def _train(plan: RunPlan, limit: TimeLimit | None) -> bool:
+    """Run all steps, in locked folders. Returns whether the run finished."""
+    import asyncio  # here, so that --help stays fast
+
+    from skylite.rollout.failures import failures_recorded
+    from skylite.rollout.run_session import run_session
+
+    with failures_recorded(plan), run_log(plan.run.log_path("skylite")):
+        return asyncio.run(run_session(plan, resume=plan.resumed, limit=limit))
 
 
 def print_settings(config: TrainConfig) -> None:

@@ -14,7 +14,6 @@ from skylite import __version__
 from skylite.config.provenance import NOTHING_TYPED, Provenance, from_command_line
 from skylite.config.rollout import RewardParameters
 from skylite.config.train import RunConfig, TrainConfig
-from skylite.config.yaml_recipe import parse_yaml
 from skylite.errors import ConfigError
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json, parse_toml
@@ -104,6 +103,8 @@ def read_parameters(settings: Sequence[str]) -> RewardParameters:
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """A recipe file as a nested dict. Raises ConfigError if it is missing, or not TOML (YAML for .yaml)."""
+    from skylite.config.yaml_recipe import parse_yaml  # yaml is slow to import, and --help reads no recipe
+
     is_yaml = path.suffix in YAML_SUFFIXES
     try:
         text = read_text(path)
