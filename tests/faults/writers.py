@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skylite.adapters.import_adapter import copy_warm_start
 from skylite.adapters.manifest import Canary
 from skylite.adapters.retention import clean_up
-from skylite.cli.prepare import prepare_data as prepare
 from skylite.config.checkpoint import EvalConfig
 from skylite.config.train import AnomalyConfig, RunConfig
 from skylite.errors import SkyliteError
@@ -51,6 +50,7 @@ from tests.cases import optimizer_of, policy_of
 from tests.decisions import resolved
 from tests.engines import write_random_adapter
 from tests.forks import in_a_fork
+from tests.prepared import prepare
 from tests.small_run import lone_rank, settings
 
 CANARY = Canary(sequences=[[1, 2, 3]], policy_logprobs=[[-1.0, -2.0]], base_logprobs=[[-1.5, -2.5]])

@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skylite.cli.prepare import prepare_data as prepare
 from tests.fuzz.damage import BYTE_KINDS, TREE_KINDS, damaged_bytes, damaged_document
 from tests.fuzz.reader import Reader, prepare_nothing
+from tests.prepared import prepare
 
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1?"}]
 ROWS: list[dict[str, Any]] = [

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from skylite.cli.prepare import prepare_data as prepare
 from skylite.config.bundled import bundled_folder
 from skylite.config.provenance import Provenance
 from skylite.data.prompts import read_prompts
@@ -16,6 +15,7 @@ from skylite.environments.episode_spec import check_episode
 from skylite.errors import ConfigError
 from skylite.rollout.trusted_programs import allow_episode
 from skylite.types import Prompt, Trajectory
+from tests.prepared import prepare
 from tests.settings import load_config
 from tests.unit.environment_cases import (
     Script,
@@ -106,7 +106,7 @@ def test_the_recipes_load(recipe: str, episode: str) -> None:
 
 
 def test_the_calculators_data_teaches_the_tool(tmp_path: Path) -> None:
-    folder = prepare("gsm8k_calculator", out=tmp_path / "data", synthetic=True, difficulty=[1], limit=4)
+    folder = prepare("gsm8k_calculator", out=tmp_path / "data", synthetic=True, difficulty="1", limit=4)
     prompts, info = read_prompts(folder / "train.parquet")
     assert len(prompts) == 4
     assert (info.dataset, info.reward) == ("gsm8k-calculator-synthetic", "gsm8k")

@@ -157,9 +157,7 @@ def test_settings_of_prepare_reach_the_run_and_eval(here: Path, tiny_llama: Path
     assert f"from the data: reward.answer_pattern={TAGS!r}" in map(str, ready.resolved.notes)
     replaced = plan(tiny_llama, 'reward.functions=["format"]').config.reward
     assert replaced.answer_pattern is None, "the settings belong to the data's own reward"
-    flags = EvalFlags(target=None, base=True, model=str(tiny_llama), data=(Path("data"),), split="test",
-                      limit=None, n=1, step=None, steps=(), all_steps=False, max_loras=1, seed=0,
-                      as_json=False, provenance=NOTHING_TYPED)  # fmt: skip
+    flags = EvalFlags(base=True, model=str(tiny_llama), data=[Path("data")], provenance=NOTHING_TYPED)
     assert plan_eval(flags).data[0].scored.config.reward.answer_pattern == TAGS
 
 
@@ -223,9 +221,7 @@ def test_data_without_reference_answers(here: Path, tiny_llama: Path) -> None:
         ConfigError, match=r"gsm8k does not work: .* it asks for answer, but prompt rows/train/"
     ):
         plan(tiny_llama, 'reward.functions=["gsm8k"]')
-    flags = EvalFlags(target=None, base=True, model=str(tiny_llama), data=(Path("data"),), split="test",
-                      limit=None, n=1, step=None, steps=(), all_steps=False, max_loras=1, seed=0,
-                      as_json=False, provenance=NOTHING_TYPED)  # fmt: skip
+    flags = EvalFlags(base=True, model=str(tiny_llama), data=[Path("data")], provenance=NOTHING_TYPED)
     assert plan_eval(flags).data[0].reward == f"{here}/mine.py:judge"
 
 

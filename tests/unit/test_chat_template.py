@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from skylite.adapters.folder import ServedAdapter
 from skylite.cli.eval import chosen_template
-from skylite.cli.prepare import prepare_data as prepare
 from skylite.config.loading import change_config
 from skylite.config.provenance import NOTHING_TYPED
 from skylite.config.rollout import DataConfig
@@ -23,6 +22,7 @@ from skylite.errors import ConfigError, ModelError
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Message
 from tests.decisions import resolved
+from tests.prepared import prepare
 from tests.settings import load_config, typed
 from tests.unit.bad_inputs import call, printed_json
 from tests.unit.engine_cases import PUBLIC

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from skylite.cli.prepare import prepare_data as prepare
 from skylite.data.prompts import read_prompts
 from skylite.errors import DataError, SkyliteError
 from skylite.rewards.countdown import countdown, evaluate
 from skylite.rewards.math import last_boxed
 from skylite.types import Prompt
+from tests.prepared import prepare
 
 SPLITS = ("train", "validation", "test")
 
@@ -89,10 +89,10 @@ def test_data_without_the_columns_is_refused(tmp_path: Path) -> None:
 
 
 def test_countdown_is_deterministic_and_its_splits_do_not_overlap() -> None:
-    one = read(prepare("countdown", limit=300, seed=3, difficulty=[1, 4], out=Path("one")))
-    two = read(prepare("countdown", limit=300, seed=3, difficulty=[1, 4], out=Path("two")))
+    one = read(prepare("countdown", limit=300, seed=3, difficulty="1,4", out=Path("one")))
+    two = read(prepare("countdown", limit=300, seed=3, difficulty="1,4", out=Path("two")))
     assert one == two
-    assert read(prepare("countdown", limit=300, seed=4, difficulty=[1, 4], out=Path("three"))) != one
+    assert read(prepare("countdown", limit=300, seed=4, difficulty="1,4", out=Path("three"))) != one
     assert [len(one[s]) for s in SPLITS] == [300, 256, 512]
     everything = [p for s in SPLITS for p in one[s]]
     assert len({(*sorted(p.extra["numbers"]), p.extra["target"]) for p in everything}) == len(everything)
@@ -108,8 +108,8 @@ def test_countdown_is_deterministic_and_its_splits_do_not_overlap() -> None:
     ("flags", "reason"),
     [
         ({"synthetic": True}, "countdown is always generated"),
-        ({"difficulty": [6]}, r"Countdown has no difficulty \[6\]. Use \[1, 2, 3, 4, 5\]"),
-        ({"difficulty": [1], "limit": 90_000}, "Countdown has only .* problems of difficulty 1"),
+        ({"difficulty": "6"}, r"Countdown has no difficulty \[6\]. Use \[1, 2, 3, 4, 5\]"),
+        ({"difficulty": "1", "limit": 90_000}, "Countdown has only .* problems of difficulty 1"),
     ],
 )
 def test_countdown_refuses_what_it_cannot_make(flags: dict[str, Any], reason: str) -> None:
@@ -187,7 +187,7 @@ def test_math_by_subject_and_level(tmp_path: Path) -> None:
     released(tmp_path / "MATH", "train", 60)
     released(tmp_path / "MATH", "test", 6)
     flags = {"source": tmp_path / "MATH", "where": ["subject=algebra,number_theory", "level=2"]}
-    splits = read(prepare("hendrycks_math", **flags))  # type: ignore[arg-type]
+    splits = read(prepare("hendrycks_math", **flags))
     assert {p.extra["subject"] for s in SPLITS for p in splits[s]} == {"algebra"}
 
 

@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skylite.cli.prepare import prepare_data as prepare
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.errors import ConfigError, DataError
 from skylite.types import Prompt
+from tests.prepared import prepare
 
 SUMS = [(i, i * 3 + 1) for i in range(40)]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -134,7 +134,7 @@ def test_the_episodes_are_counted_while_they_run(data: Path, tiny_llama: Path, t
     program = tmp_path / "program.py"
     program.write_text("async def episode(task, chat):\n    await chat(task.messages)\n    return 1.0\n")
     flags = CheckFlags(
-        episode=f"{program}:episode", data=data, episodes=3, replies=("ok",), as_json=True,
+        episode=f"{program}:episode", data=data, episodes=3, reply=["ok"], as_json=True,
         provenance=typed({}, [f'model.name="{tiny_llama}"']),
     )  # fmt: skip
     with recorded_work() as found:

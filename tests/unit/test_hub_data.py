@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skylite.cli.prepare import prepare_data as prepare
 from skylite.data.prompts import read_prompts
 from skylite.errors import DataError, SkyliteError
+from tests.prepared import prepare
 from tests.unit.work_cases import parts, recorded_work
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -127,7 +127,7 @@ def test_the_converted_branch_with_config_and_splits(
         "hard/train/0000.parquet": parquet(70, 9),
     }
     flags = {"reward": "math", "config": "easy", "test_split": "test"}
-    assert sizes(prepare("me/sums", **flags)) == [38, 2, 7]  # type: ignore[arg-type]
+    assert sizes(prepare("me/sums", **flags)) == [38, 2, 7]
     prompts, info = read_prompts(Path("data/sums/train.parquet"))
     assert (info.dataset, info.source_kind) == ("sums", "hub")
     assert info.source == "me/sums: easy/train/0000.parquet and 1 more"
@@ -137,7 +137,7 @@ def test_the_converted_branch_with_config_and_splits(
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    again = prepare("me/sums", out=tmp_path / "again", **flags)  # type: ignore[arg-type]
+    again = prepare("me/sums", out=tmp_path / "again", **flags)
     assert read_prompts(again / "train.parquet")[0] == prompts
     assert "the hub's local cache" in read_prompts(again / "train.parquet")[1].notes
 
@@ -190,7 +190,7 @@ def test_what_the_hub_does_not_have_is_one_sentence(
     hub.repositories["me/sums", CONVERTED] = files
     hub.gated.add("me/gated")
     with pytest.raises(SkyliteError, match=reason) as error:
-        prepare(target, reward="math", **flags)  # type: ignore[arg-type]
+        prepare(target, reward="math", **flags)
     assert "\n" not in str(error.value)
     assert not Path("data").exists()
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from skylite.cli.prepare import prepare_data
 from skylite.config.train import TrainConfig
 from skylite.engine.engine_pool import EnginePool
 from skylite.environments.offline_source import Offline
@@ -27,6 +26,7 @@ from skylite.run.run_dir import RunDir
 from skylite.types import Message, Prompt
 from skylite.ui.dashboard import Screen
 from tests.logs import logged_messages
+from tests.prepared import prepare
 from tests.tiny_models import CHAT_TEMPLATE
 from tests.unit.environment_cases import STOP, shared_tokenizer, to_ids, to_text
 from tests.unit.run_cases import make_model
@@ -126,9 +126,7 @@ def rows(folder: Path, algorithm: str) -> Path:
         lines = [{"prompt": f"{n}?", "chosen": f"It is {n}.", "rejected": "No."} for n in range(14)]
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return prepare_data(
-        str(path), out=folder / "data", sft=algorithm == "sft", pairs=algorithm == "dpo", limit=12
-    )
+    return prepare(str(path), out=folder / "data", sft=algorithm == "sft", pairs=algorithm == "dpo", limit=12)
 
 
 def plan_of(folder: Path, algorithm: str, data: Path | None = None, **sections: Any) -> RunPlan:

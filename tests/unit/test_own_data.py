@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skylite.cli.prepare import prepare_data as prepare
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.errors import ConfigError, DataError, SkyliteError
 from skylite.types import Prompt
+from tests.prepared import prepare
 
 ROWS: list[dict[str, Any]] = [
     {"q": f"What is {i} + 1?", "a": str(i + 1), "level": i % 3, "tags": ["sum", str(i)], "uid": f"r{i}"}

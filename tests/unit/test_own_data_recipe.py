@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from skylite.cli.own_data_sizes import size_by_data
-from skylite.cli.prepare import prepare_data as prepare
-from skylite.cli.train_defaults import default_recipe, find_recipe
+from skylite.cli.train_defaults import default_recipe, find_recipe, size_by_data
 from skylite.config.rollout import RolloutConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import DataError
+from tests.prepared import prepare
 from tests.settings import load_config
 from tests.unit.bad_inputs import call
 
@@ -143,7 +142,7 @@ def test_prepare_does_not_replace_the_data_of_another_command(monkeypatch: pytes
     assert (refused.code, "--replace" in refused.output) == (2, True)
     assert Path("data/mine/train.parquet").read_bytes() == before
     for answer, code in (("n", 2), ("", 2), ("y", 0)):
-        monkeypatch.setattr("skylite.cli.prepare_preview.is_terminal", lambda: True)
+        monkeypatch.setattr("skylite.cli.prepare.is_terminal", lambda: True)
         monkeypatch.setattr("builtins.input", lambda said=answer: said)
         assert call(other).code == code
     assert call([*same, "--replace"]).code == 0

@@ -3,16 +3,17 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from skylite.cli.main import app
-from skylite.cli.prepare import prepare_data as prepare
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.data.reasoning_gym import reasoning_gym_examples
 from skylite.errors import ConfigError, DataError, SkyliteError
 from skylite.types import Prompt
+from tests.prepared import prepare
 from tests.unit.data_cases import RELEASED, gsm8k_folder
 
 SPLITS = ("train", "validation", "test")
@@ -88,7 +89,7 @@ def test_an_unavailable_source_falls_back_to_the_next_and_logs_it(
 
 
 def test_synthetic_has_its_own_name_and_no_overlap() -> None:
-    folder = prepare("gsm8k", synthetic=True, difficulty=[1, 2], limit=40)
+    folder = prepare("gsm8k", synthetic=True, difficulty="1,2", limit=40)
     assert folder == Path("data/gsm8k-synthetic")
     splits = read(folder)
     assert [len(splits[s][0]) for s in SPLITS] == [40, 512, 1024]
@@ -206,7 +207,7 @@ def test_a_bad_row_of_a_users_file_is_named(
         ),
         ({"target": "gsm8k", "reward": "math"}, "--reward cannot be used with a data_prep file"),
         ({"target": "gsm8k", "synthetic": True, "first_source": True}, "cannot be combined"),
-        ({"target": "gsm8k", "synthetic": True, "difficulty": [7]}, "no synthetic difficulty"),
+        ({"target": "gsm8k", "synthetic": True, "difficulty": "7"}, "no synthetic difficulty"),
         ({"target": "gsm8k", "source": Path("nowhere")}, "nowhere is not a folder"),
         ({"target": "gsm8k", "synthetic": True, "out": Path("mine.jsonl")}, "is a file, not a folder"),
         ({"target": "gsm8k", "synthetic": True, "out": Path(".")}, "contains other files"),
@@ -215,11 +216,11 @@ def test_a_bad_row_of_a_users_file_is_named(
     ],
 )
 def test_a_bad_combination_is_refused_in_one_sentence(
-    tmp_path: Path, arguments: dict[str, object], reason: str
+    tmp_path: Path, arguments: dict[str, Any], reason: str
 ) -> None:
     own_file(tmp_path / "mine.jsonl", sums(10))
     with pytest.raises(SkyliteError, match=reason) as error:
-        prepare(**arguments)  # type: ignore[arg-type]
+        prepare(**arguments)
     assert error.value.exit_code == 2
     assert "\n" not in str(error.value)
     assert [p.name for p in tmp_path.iterdir()] == ["mine.jsonl"]
@@ -228,7 +229,7 @@ def test_a_bad_combination_is_refused_in_one_sentence(
 def test_prepared_files_are_replaced_atomically(tmp_path: Path) -> None:
     out = tmp_path / "out"
     prepare("gsm8k", source=gsm8k_folder(tmp_path / "raw"), out=out)
-    prepare("gsm8k", synthetic=True, difficulty=[1], limit=16, out=out)
+    prepare("gsm8k", synthetic=True, difficulty="1", limit=16, out=out)
     assert {info.dataset for _, info in read(out).values()} == {"gsm8k-synthetic"}
     before = {p.name: p.read_bytes() for p in out.iterdir()}
     (tmp_path / "raw" / "test.jsonl").write_text("{oops", encoding="utf-8")

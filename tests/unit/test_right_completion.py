@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from skylite.cli.prepare import prepare_data as prepare
 from skylite.data.prompts import PromptFileInfo, read_prompts
 from skylite.errors import ConfigError, DataError
 from skylite.rewards.call_rewards import Item
 from skylite.rewards.right_completion import PROBES, USUAL_FORMS, fill, find_form, usual_score
 from skylite.types import Prompt
+from tests.prepared import prepare
 from tests.unit.data_cases import prompt
 
 REWARDS = r"""
@@ -72,7 +72,7 @@ def write(rows: list[dict[str, object]]) -> None:
 
 
 def prepared(name: str, **flags: object) -> tuple[list[Prompt], PromptFileInfo]:
-    return read_prompts(prepare("rows.jsonl", reward=f"r.py:{name}", **flags) / "train.parquet")  # type: ignore[arg-type]
+    return read_prompts(prepare("rows.jsonl", reward=f"r.py:{name}", **flags) / "train.parquet")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skylite.cli.prepare import prepare_data as prepare
 from skylite.data.prompts import read_chats, read_info, read_pairs, read_prompts
 from skylite.errors import ConfigError, DataError
+from tests.prepared import prepare
 
 USER, ASSISTANT, SYSTEM = (
     lambda text, role=role: {"role": role, "content": text} for role in ("user", "assistant", "system")

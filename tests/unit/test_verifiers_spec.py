@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from skylite.cli.prepare import prepare_data as prepare
 from skylite.config.environment import EnvConfig
 from skylite.config.provenance import Provenance
 from skylite.data.prompts import PromptFileInfo
@@ -20,6 +19,7 @@ from skylite.environments.verifiers_episode import VerifiersFailed, read_episode
 from skylite.errors import ConfigError
 from skylite.rollout.trusted_programs import allow_episode, allow_rewards
 from skylite.user_functions import is_program, is_verifiers
+from tests.prepared import prepare
 
 
 def test_settings_are_paths_with_json_or_text() -> None:

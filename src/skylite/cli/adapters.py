@@ -12,7 +12,7 @@ from pathlib import Path
 from skylite.adapters.manifest import read_manifest
 from skylite.adapters.retention import clean_up, remove_unfinished_files
 from skylite.cli.help import Commands
-from skylite.cli.options import AsJson, RunFolder, Verbose
+from skylite.cli.options import AsJson, RunFolder
 from skylite.config.loading import read_run_config
 from skylite.engine.canary_reading import TOO_SMALL, verdict_of
 from skylite.errors import ModelError
@@ -27,7 +27,7 @@ adapters = Commands()
 
 
 @adapters.command()
-def verify(target: RunFolder, as_json: AsJson = False, verbose: Verbose = None) -> None:
+def verify(target: RunFolder, as_json: AsJson = False) -> None:
     """Check every published adapter against its hashes. Exits 1 if one is damaged.
 
     Also says which versions the canary of the run could not tell from the base or from the version before.
@@ -76,7 +76,7 @@ def damage_of(adapter: AdapterVersion) -> str:
 
 
 @adapters.command("list")
-def list_versions(target: RunFolder, as_json: AsJson = False, verbose: Verbose = None) -> None:
+def list_versions(target: RunFolder, as_json: AsJson = False) -> None:
     """List the published adapters: step, bytes, age, canary gap."""
     run, versions = _published(target)
     gaps = {m["step"]: m.get("canary/gap_max") for m in read_metrics(run.metrics_path)}
@@ -131,7 +131,7 @@ def version_line(adapter: AdapterVersion, gap: float | None, verdict: str | None
 
 
 @adapters.command()
-def gc(target: RunFolder, as_json: AsJson = False, verbose: Verbose = None) -> None:
+def gc(target: RunFolder, as_json: AsJson = False) -> None:
     """Delete old adapters and checkpoints. Removes what the keep rules do not need, and unfinished files.
 
     Refused while the run is live.

@@ -18,7 +18,7 @@ import httpx
 import typer
 
 from skylite.adapters.folder import ServedAdapter, find_adapter
-from skylite.cli.options import WHICH, Model, Step, Verbose
+from skylite.cli.options import WHICH, Model, Step
 from skylite.cli.setting_flags import takes_settings
 from skylite.config.provenance import Provenance
 from skylite.data.chat_tokenizer import run_template
@@ -48,61 +48,40 @@ QUIT, RESET = "/quit", "/reset"
 SAMPLING = "Sampling"
 
 
-@takes_settings((), of="run")
-def chat(
-    provenance: Provenance,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFlags:
+    """The flags of `skylite chat`."""
+
+    provenance: Provenance
     target: Annotated[
         Path | None, typer.Argument(help="A run or an adapter folder. Not needed with --url.")
-    ] = None,
-    model: Model = None,
-    step: Step = None,
+    ] = None
+    model: Model = None
+    step: Step = None
     base: Annotated[
         bool,
         typer.Option("--base", help="Chat with the base model, without the adapter.", rich_help_panel=WHICH),
-    ] = False,
+    ] = False
     url: Annotated[
         str | None,
         typer.Option(
             help="Talk to a running `skylite serve`, e.g. http://127.0.0.1:8000. Default: start an engine.",
             rich_help_panel=WHICH,
         ),
-    ] = None,
+    ] = None
     system: Annotated[
         str | None,
         typer.Option(
             help="System prompt. Default: system prompt and examples of the training data.",
             rich_help_panel=SAMPLING,
         ),
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.7,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.", rich_help_panel=SAMPLING)] = 512,
-    verbose: Verbose = None,
-) -> None:
-    """The flags of `skylite chat`."""
-    run_chat(
-        ChatFlags(
-            target=target, model=model, step=step, base=base, url=url, system=system,
-            temperature=temperature, max_tokens=max_tokens, provenance=provenance,
-        )
-    )  # fmt: skip
+    ] = None
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.7
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.", rich_help_panel=SAMPLING)] = 512
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatFlags:
-    """The flags of `skylite chat`."""
-
-    target: Path | None
-    model: str | None
-    step: int | None
-    base: bool
-    url: str | None
-    system: str | None
-    temperature: float
-    max_tokens: int
-    provenance: Provenance
-
-
-def run_chat(flags: ChatFlags) -> None:
+@takes_settings((), of="run")
+def chat(flags: ChatFlags) -> None:
     """Answer lines from stdin until /quit or the end of the input."""
     if flags.url is not None and flags.target is None:
         with connected(flags) as http:

@@ -10,7 +10,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 
-from skylite.cli.options import AsJson, Verbose
+from skylite.cli.options import AsJson
 from skylite.doctor import Finding, machine_checks, results
 from skylite.progress_reporting import long_work
 from skylite.ui.logs import show
@@ -18,7 +18,7 @@ from skylite.ui.logs import show
 MARKS = {"ok": "ok  ", "note": "note", "bad": "BAD "}
 
 
-def doctor(as_json: AsJson = False, verbose: Verbose = None) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Print a line per check. Exits 1 if something must be fixed."""
     findings, todo = list[Finding](), machine_checks()
     with long_work("checking this machine", total=len(todo)) as work:

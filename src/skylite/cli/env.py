@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from skylite.cli.help import Commands
-from skylite.cli.options import AsJson, Verbose
+from skylite.cli.options import AsJson
 from skylite.cli.setting_flags import takes_settings
 from skylite.config.loading import load_config
 from skylite.config.provenance import Provenance, Typed
@@ -44,26 +44,33 @@ SCRIPTED = "scripted"
 
 env = Commands()
 EPISODES = "Episodes and model"
-Episode = Annotated[
-    str,
-    typer.Argument(
-        help="guess, calculator, reasoning-gym, FILE.py:function, 'command:PROGRAM ARGUMENTS' or "
-        "verifiers:NAME."
-    ),
-]
-Data = Annotated[Path, typer.Option(help="Folder written by `skylite prepare`.", rich_help_panel=EPISODES)]
-NumEpisodes = Annotated[
-    int, typer.Option(min=1, help="Episodes to run, each twice.", rich_help_panel=EPISODES)
-]
-Replies = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A reply of a scripted model, which needs no engine. Repeatable: the seed chooses one. With "
-        "--model that model plays too, afterwards. "
-        "Default: no scripted model.",
-        rich_help_panel=EPISODES,
-    ),
-]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckFlags:
+    """The flags of `skylite env check`."""
+
+    provenance: Provenance
+    episode: Annotated[
+        str,
+        typer.Argument(
+            help="guess, calculator, reasoning-gym, FILE.py:function, 'command:PROGRAM ARGUMENTS' or "
+            "verifiers:NAME."
+        ),
+    ]
+    data: Annotated[Path, typer.Option(help="Folder written by `skylite prepare`.", rich_help_panel=EPISODES)]
+    episodes: Annotated[
+        int, typer.Option(min=1, help="Episodes to run, each twice.", rich_help_panel=EPISODES)
+    ] = 4
+    reply: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A reply of a scripted model, which needs no engine. Repeatable: the seed chooses one. With "
+            "--model that model plays too, afterwards. Default: no scripted model.",
+            rich_help_panel=EPISODES,
+        ),
+    ] = None
+    as_json: AsJson = False
 
 
 @env.callback()
@@ -73,39 +80,13 @@ def group() -> None:
 
 @env.command()
 @takes_settings(["model.name"])
-def check(
-    provenance: Provenance,
-    episode: Episode,
-    data: Data,
-    episodes: NumEpisodes = 4,
-    reply: Replies = None,
-    as_json: AsJson = False,
-    verbose: Verbose = None,
-) -> None:
+def check(flags: CheckFlags) -> None:
     """Run a few episodes and print their conversations and rewards.
 
     Also prints tokens, seconds, and the files and processes that an episode leaves open or running. Runs each
     twice with the same seed and prints where the results differ.
     """
-    run_check(
-        CheckFlags(
-            episode=episode, data=data, episodes=episodes, replies=tuple(reply or ()),
-            as_json=as_json, provenance=provenance,
-        )
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckFlags:
-    """The flags of `skylite env check`."""
-
-    episode: str
-    data: Path
-    episodes: int
-    replies: tuple[str, ...]
-    """Replies of the scripted model."""
-    as_json: bool
-    provenance: Provenance
+    run_check(flags)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,13 +126,13 @@ def run_check(flags: CheckFlags) -> None:
     train, info = read_prompts(flags.data / "train.parquet")
     check_episode_data(config.env.episode, info.reward, str(flags.data))
     prompts = train[: flags.episodes]
-    models = [SCRIPTED] if flags.replies else []
+    models = [SCRIPTED] if flags.reply else []
     named = flags.provenance.typed.get("model.name")
-    if not flags.replies or (named is not None and named.flag == "--model"):  # --set only chooses a tokenizer
+    if not flags.reply or (named is not None and named.flag == "--model"):  # --set only chooses a tokenizer
         models.append(config.model.name)
     facts = []
     for model in models:
-        replies = flags.replies if model == SCRIPTED else ()
+        replies = flags.reply or () if model == SCRIPTED else ()
         played = asyncio.run(_play(config, programs, prompts, model, replies))
         facts.append(_facts(played))
         if not flags.as_json:

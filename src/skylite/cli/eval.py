@@ -21,7 +21,6 @@ from skylite.cli.options import (
     AsJson,
     Model,
     Step,
-    Verbose,
     newest_run,
     numbers,
 )
@@ -50,111 +49,82 @@ logger = logging.getLogger(__name__)
 
 
 PROBLEMS = "Problems and samples"
-Target = Annotated[Path | None, typer.Argument(help="A run or an adapter folder. Default: the newest run.")]
-Base = Annotated[
-    bool,
-    typer.Option(
-        "--base",
-        help="Evaluate the base model; with a run, compare its adapters with it.",
-        rich_help_panel=WHICH,
-    ),
-]
-Data = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="Folder written by `skylite prepare`. Repeatable. Default: that of the run.",
-        rich_help_panel=PROBLEMS,
-    ),
-]
-Split = Annotated[str, typer.Option(help="train, validation or test.", rich_help_panel=PROBLEMS)]
-Limit = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Evaluate the first N problems of each data set only. Default: all.",
-        rich_help_panel=PROBLEMS,
-    ),
-]
-N = Annotated[
-    int,
-    typer.Option(
-        "--n",
-        min=1,
-        help="Samples per problem. 1: greedy. More: temperature 1, with pass@k.",
-        rich_help_panel=PROBLEMS,
-    ),
-]
-Steps = Annotated[
-    str,
-    typer.Option(
-        help="Several versions on one engine, e.g. 0,50,100. Compares with the first. Default: one version.",
-        rich_help_panel=WHICH,
-    ),
-]
-AllSteps = Annotated[
-    bool, typer.Option("--all", help="All versions that the run keeps.", rich_help_panel=WHICH)
-]
-MaxLoras = Annotated[
-    int,
-    typer.Option(min=1, help="Adapters in the engine at once. More need more memory.", rich_help_panel=WHICH),
-]
-Seed = Annotated[
-    int, typer.Option(min=0, help="Seed of sampling and of the bootstrap.", rich_help_panel=PROBLEMS)
-]
-
-
-@takes_settings(["env.episode", "data.chat_template", "data.template_args"], of="run")
-def eval(
-    provenance: Provenance,
-    target: Target = None,
-    base: Base = False,
-    model: Model = None,
-    data: Data = None,
-    split: Split = "test",
-    limit: Limit = None,
-    n: N = 1,
-    step: Step = None,
-    steps: Steps = "",
-    all_steps: AllSteps = False,
-    max_loras: MaxLoras = 4,
-    seed: Seed = 0,
-    as_json: AsJson = False,
-    verbose: Verbose = None,
-) -> None:
-    """The flags of `skylite eval`.
-
-    The first of reward.functions alone scores, unweighted, or the data's own reward. An environment's
-    episodes score themselves: their first component counts.
-    """
-    evaluate(
-        EvalFlags(
-            target=target or (None if base else newest_run()), base=base, model=model,
-            data=tuple(data or ()), split=split, limit=limit, n=n,
-            step=step, steps=numbers(steps), all_steps=all_steps, max_loras=max_loras, seed=seed,
-            as_json=as_json,
-            provenance=provenance,
-        )
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalFlags:
     """The flags of `skylite eval`."""
 
-    target: Path | None
-    base: bool
-    model: str | None
-    data: tuple[Path, ...]
-    split: str
-    limit: int | None
-    n: int
-    step: int | None
-    steps: tuple[int, ...]
-    all_steps: bool
-    max_loras: int
-    seed: int
-    as_json: bool
     provenance: Provenance
+    target: Annotated[
+        Path | None, typer.Argument(help="A run or an adapter folder. Default: the newest run.")
+    ] = None
+    base: Annotated[
+        bool,
+        typer.Option(
+            "--base",
+            help="Evaluate the base model; with a run, compare its adapters with it.",
+            rich_help_panel=WHICH,
+        ),
+    ] = False
+    model: Model = None
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Folder written by `skylite prepare`. Repeatable. Default: that of the run.",
+            rich_help_panel=PROBLEMS,
+        ),
+    ] = None
+    split: Annotated[str, typer.Option(help="train, validation or test.", rich_help_panel=PROBLEMS)] = "test"
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Evaluate the first N problems of each data set only. Default: all.",
+            rich_help_panel=PROBLEMS,
+        ),
+    ] = None
+    n: Annotated[
+        int,
+        typer.Option(
+            "--n",
+            min=1,
+            help="Samples per problem. 1: greedy. More: temperature 1, with pass@k.",
+            rich_help_panel=PROBLEMS,
+        ),
+    ] = 1
+    step: Step = None
+    steps: Annotated[
+        str,
+        typer.Option(
+            help="Several versions on one engine, e.g. 0,50,100. Compares with the first. "
+            "Default: one version.",
+            rich_help_panel=WHICH,
+        ),
+    ] = ""
+    all_steps: Annotated[
+        bool, typer.Option("--all", help="All versions that the run keeps.", rich_help_panel=WHICH)
+    ] = False
+    max_loras: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Adapters in the engine at once. More need more memory.", rich_help_panel=WHICH
+        ),
+    ] = 4
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of sampling and of the bootstrap.", rich_help_panel=PROBLEMS)
+    ] = 0
+    as_json: AsJson = False
+
+
+@takes_settings(["env.episode", "data.chat_template", "data.template_args"], of="run")
+def eval(flags: EvalFlags) -> None:
+    """Evaluate with the first reward function and print the metrics.
+
+    The first of reward.functions alone scores, unweighted, or the data's own reward. An environment's
+    episodes score themselves: their first component counts.
+    """
+    evaluate(flags if flags.target or flags.base else replace(flags, target=newest_run()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +143,7 @@ class EvalPlan:
 
 
 def evaluate(flags: EvalFlags) -> None:
-    """Evaluate with the first reward function and print the metrics.
-
-    Writes results to RUN/evals, or to ./evals without a run.
-    """
+    """Evaluate, write the results to RUN/evals, or to ./evals without a run, and print the metrics."""
     plan = plan_eval(flags)
     report = Report(
         model=plan.model_name,
@@ -221,7 +188,7 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
             "Remove --base, or set engine.cpu_lora=dense.",
         )
     choice = DataChoice(
-        paths=flags.data or (Path(config.data.path),),
+        paths=tuple(flags.data or [Path(config.data.path)]),
         split=flags.split,
         limit=flags.limit,
         provenance=replace(flags.provenance, file=flags.target),
@@ -248,7 +215,8 @@ def results_folder(newest: ServedAdapter | None) -> Path:
 
 def find_adapters(flags: EvalFlags) -> list[ServedAdapter]:
     """The adapters that the flags choose, by step. Raises ConfigError or ModelError."""
-    choices = [flags.step is not None, bool(flags.steps), flags.all_steps]
+    steps = numbers(flags.steps)
+    choices = [flags.step is not None, bool(steps), flags.all_steps]
     if flags.target is None:
         if not flags.base:
             raise ConfigError(
@@ -263,8 +231,8 @@ def find_adapters(flags: EvalFlags) -> list[ServedAdapter]:
         return []
     if sum(choices) > 1:
         raise ConfigError("--step, --steps and --all exclude each other.", "Give one of them.")
-    if flags.steps or flags.all_steps:
-        return find_versions(flags.target, flags.steps or available_steps(flags.target))
+    if steps or flags.all_steps:
+        return find_versions(flags.target, steps or available_steps(flags.target))
     return [find_adapter(flags.target, flags.step)]
 
 

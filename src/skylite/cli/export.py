@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from skylite.cli.options import WHICH, AsJson, RunOrNewest, Step, Verbose, newest_run
+from skylite.cli.options import WHICH, AsJson, RunOrNewest, Step, newest_run
 from skylite.config.provenance import Provenance
 from skylite.export.plan import ExportFlags, plan_export
 from skylite.export.run import export as write_export
@@ -69,7 +69,6 @@ def export(
     base_name: BaseName = None,
     check_vllm: CheckVllm = False,
     as_json: AsJson = False,
-    verbose: Verbose = None,
 ) -> None:
     """Write the folder and print what its checks measured."""
     flags = ExportFlags(

@@ -8,14 +8,19 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, fields
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from skylite.cli.options import Verbose
+
 Row = tuple[str, str]
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _TYPE = re.compile(r"<(?:list\[)?(\w+)(?:\]| range)?>")
 """Such as `<list[Path]>` and `<int range>`, shown as `<path>` and `<int>`."""
 
@@ -90,7 +95,40 @@ class Commands(typer.Typer):
         super().__init__(rich_markup_mode=None, pretty_exceptions_enable=False, **usual | settings)
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
-        return super().command(name, cls=SectionedCommand, **settings)
+        register = super().command(name, cls=SectionedCommand, **settings)
+
+        def add(function: Any) -> Any:
+            register(with_fields(function))
+            return function
+
+        return add
+
+
+def with_fields(function: Callable[..., None]) -> Callable[..., None]:
+    """The function with -v and -q, and with a flag for each field of its dataclass `flags`, if it has one."""
+    own = dict(inspect.signature(function, eval_str=True).parameters)
+    kind = own.pop("flags").annotation if "flags" in own else None
+    made = [] if kind is None else [_parameter(kind, field) for field in fields(kind)]
+    if "verbose" not in own:
+        made.append(inspect.Parameter("verbose", KEYWORD, default=None, annotation=Verbose))
+
+    @wraps(function)
+    def called(**values: Any) -> None:
+        taken = {name: values[name] for name in own}
+        if kind is not None:
+            taken["flags"] = kind(**{field.name: values[field.name] for field in fields(kind)})
+        function(**taken)
+
+    parameters = [*(p.replace(kind=KEYWORD) for p in own.values()), *made]
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {p.name: p.annotation for p in parameters}
+    return called
+
+
+def _parameter(kind: type, field: Field[Any]) -> inspect.Parameter:
+    default = inspect.Parameter.empty if field.default is MISSING else field.default
+    annotation = get_type_hints(kind, include_extras=True)[field.name]
+    return inspect.Parameter(field.name, KEYWORD, default=default, annotation=annotation)
 
 
 class Verbs(Mapping[str, Any]):

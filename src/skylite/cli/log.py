@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from skylite.cli.options import AsJson, RunFolder, Verbose
+from skylite.cli.options import AsJson, RunFolder
 from skylite.config.loading import read_run_config
 from skylite.config.log import LOGGER_NAMES, LoggerName
 from skylite.errors import ConfigError, RunFailed
@@ -30,7 +30,6 @@ def log(
     target: RunFolder,
     to: Annotated[str, typer.Option(help="Loggers, e.g. tensorboard,wandb (also trackio, mlflow, swanlab).")],
     as_json: AsJson = False,
-    verbose: Verbose = None,
 ) -> None:
     """Log what the run has, and what each logger has not yet. Raises SkyliteError subclasses."""
     names, run = logger_names(to), RunDir(target.resolve())

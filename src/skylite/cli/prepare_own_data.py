@@ -1,15 +1,15 @@
-"""The flags of `skylite prepare` for a user's own data."""
+"""Prepare a user's own data: its columns, its reward, and the form in which the reward likes an answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from skylite.cli.prepare_flags import PrepareFlags
 from skylite.config.rollout import RewardParameters
 from skylite.data.examples import ExampleSet
-from skylite.data.prompts import Kind
-from skylite.data.user_examples import ColumnFlags, missing_flags
+from skylite.data.user_examples import ColumnFlags, OwnData, missing_flags, user_file_examples
 from skylite.data.user_tables import OwnSource, read_own_tables
 from skylite.errors import ConfigError, RunFailed
 from skylite.notes import Note, warning
@@ -25,134 +25,88 @@ EXAMPLES = {"--question": "--question question", "--answer": "--answer answer", 
 """Flag -> how it is typed."""
 
 
-@dataclass(frozen=True, slots=True)
-class RewardChoice:
-    """What the flags say about the reward."""
-
-    spec: str | None
-    """--reward"""
-    parameters: RewardParameters
-    """--set reward.NAME=VALUE"""
-    has_answers: bool
-    """False: --no-answer"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnFlags:
-    """The flags of `skylite prepare` for a user's own data; None if not given."""
-
-    config: str | None = None
-    split: str | None = None
-    validation_split: str | None = None
-    test_split: str | None = None
-    question: str | None = None
-    answer: str | None = None
-    id: str | None = None
-    reward: str | None = None
-    system: str | None = None
-    few_shot: str | None = None
-    answer_template: str | None = None
-    best_reward: float | None = None
-
-    def given(self) -> dict[str, str | float]:
-        """The flags that were given."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    def by_name(self) -> dict[str, object]:
-        """Flag, as typed -> value."""
-        return {f"--{name.replace('_', '-')}": value for name, value in asdict(self).items()}
-
-
-def own_data_examples(
-    target: str,
-    flags: OwnFlags,
-    chosen: RewardChoice,
-    where: Sequence[str],
-    drop_failing: bool,
-    limit: int | None,
-    seed: int,
-    kind: Kind = "prompts",
-) -> ExampleSet:
+def own_data_examples(flags: PrepareFlags, parameters: RewardParameters) -> ExampleSet:
     """Read the data and make prompts. Raises DataError and ConfigError."""
-    from skylite.data.user_examples import OwnData, user_file_examples
-
+    has_answers = not flags.no_answer
     source = OwnSource(
-        target=target,
+        target=flags.target,
         config=flags.config,
         train=flags.split,
         validation=flags.validation_split,
         test=flags.test_split,
     )
-    columns = ColumnFlags(
-        target=target,
-        question=flags.question,
-        answer=flags.answer,
-        has_answers=chosen.has_answers,
-        id=flags.id,
-    )
-    if kind != "prompts":
-        data = OwnData(
-            source=source, columns=columns, reward="", kind=kind, system=flags.system, where=where,
-            drop_failing=drop_failing, limit=limit, seed=seed,
-        )  # fmt: skip
-        return user_file_examples(data)
-    spec, reward = _checked_reward(source, columns, chosen)
-    _check_form_flags(flags, chosen)
-    own = spec not in BUILT_IN and chosen.has_answers
     data = OwnData(
         source=source,
-        columns=columns,
-        reward=resolve_spec(spec),
-        parameters=chosen.parameters,
-        find_form=FormFinder(resolve_spec(spec), reward, flags) if own else None,
-        empty_answers=() if chosen.has_answers else sorted(reward.signature.required & set(ANSWER_NAMES)),
+        columns=ColumnFlags(
+            target=flags.target,
+            question=flags.question,
+            answer=flags.answer,
+            has_answers=has_answers,
+            id=flags.id,
+        ),
+        reward="",
+        kind=flags.kind,
         system=flags.system,
         few_shot=flags.few_shot,
-        where=where,
-        drop_failing=drop_failing,
-        limit=limit,
-        seed=seed,
+        where=flags.where or (),
+        drop_failing=flags.drop_failing,
+        limit=flags.limit,
+        seed=flags.seed,
     )
-    return user_file_examples(data)
+    if flags.kind != "prompts":
+        return user_file_examples(data)
+    spec, reward = _checked_reward(data, flags, parameters)
+    _check_form_flags(flags)
+    own = spec not in BUILT_IN and has_answers
+    return user_file_examples(
+        replace(
+            data,
+            reward=resolve_spec(spec),
+            parameters=parameters,
+            find_form=FormFinder(resolve_spec(spec), reward, flags) if own else None,
+            empty_answers=() if has_answers else sorted(reward.signature.required & set(ANSWER_NAMES)),
+        )
+    )
 
 
 def _checked_reward(
-    source: OwnSource, columns: ColumnFlags, chosen: RewardChoice
+    data: OwnData, flags: PrepareFlags, parameters: RewardParameters
 ) -> tuple[str, RewardFunction]:
     """--reward and its function. Raises ConfigError if it is missing, broken or does not fit other flags."""
-    if columns.answer is not None and not chosen.has_answers:
+    if flags.answer is not None and flags.no_answer:
         raise ConfigError(
-            f"--answer {columns.answer} names the column of the reference answers, and --no-answer says that "
+            f"--answer {flags.answer} names the column of the reference answers, and --no-answer says that "
             "there are none.",
             "Remove one of them.",
         )
-    if chosen.spec is None:
-        raise _needs_reward(source, columns)
-    if chosen.spec == "reasoning-gym":
+    if flags.reward is None:
+        raise _needs_reward(data.source, data.columns)
+    if flags.reward == "reasoning-gym":
         raise ConfigError(
             "The reward reasoning-gym only scores the entries of reasoning-gym.",
             "Use gsm8k, math or FILE.py:function.",
         )
-    if needs_answer(chosen.spec) and not chosen.has_answers:
+    if needs_answer(flags.reward) and flags.no_answer:
         raise ConfigError(
-            f"The reward {chosen.spec} compares with a reference answer, and --no-answer says that there is "
+            f"The reward {flags.reward} compares with a reference answer, and --no-answer says that there is "
             "none.",
             "Give --answer COLUMN, or use regex, format, length or FILE.py:function.",
         )
-    function = load_reward(chosen.spec, chosen.parameters, sha256=remember(chosen.spec).get(chosen.spec))
-    return chosen.spec, function
+    sha256 = remember(flags.reward).get(flags.reward)
+    return flags.reward, load_reward(flags.reward, parameters, sha256=sha256)
 
 
-def _check_form_flags(flags: OwnFlags, chosen: RewardChoice) -> None:
+def _check_form_flags(flags: PrepareFlags) -> None:
     """Raise ConfigError if --answer-template or --best-reward does not fit the other flags."""
-    given = [name for name in ("--answer-template", "--best-reward") if flags.by_name()[name] is not None]
-    if given and (chosen.spec in BUILT_IN or not chosen.has_answers):
-        other = f"the built-in reward {chosen.spec}" if chosen.has_answers else "--no-answer"
-        raise ConfigError(
-            f"{' and '.join(given)} describes how your own reward scores a right answer, and cannot be used "
-            f"with {other}.",
-            "Remove it." if len(given) == 1 else "Remove them.",
-        )
+    if flags.no_answer or flags.reward in BUILT_IN:
+        other = "--no-answer" if flags.no_answer else f"the built-in reward {flags.reward}"
+        typed = flags.typed(["answer_template", "best_reward"])
+        if typed:
+            raise ConfigError(
+                f"{' and '.join(typed)} describes how your own reward scores a right answer, and cannot be "
+                f"used with {other}.",
+                "Remove it." if len(typed) == 1 else "Remove them.",
+            )
     if flags.answer_template is not None and ANSWER not in flags.answer_template:
         raise ConfigError(
             f"--answer-template {flags.answer_template!r} has no {ANSWER}.",
@@ -166,7 +120,7 @@ class FormFinder:
 
     spec: str
     reward: RewardFunction
-    flags: OwnFlags
+    flags: PrepareFlags
 
     def __call__(self, prompts: Sequence[Prompt]) -> tuple[RightForm, list[Note | str]]:
         """The form and notes for the user. Raises ConfigError if the reward gives no form anything."""

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from skylite.cli.options import AsJson, RunFolder, Verbose
+from skylite.cli.options import AsJson, RunFolder
 from skylite.config.loading import change_config, read_run_config
 from skylite.config.provenance import NOTHING_TYPED, Provenance, from_command_line
 from skylite.errors import ConfigError
@@ -33,7 +33,6 @@ def replay(
         ),
     ] = None,
     as_json: AsJson = False,
-    verbose: Verbose = None,
 ) -> None:
     """Train the step again and print equal or different. Raises SkyliteError subclasses."""
     run = RunDir(target.resolve())

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from skylite.cli.options import AsJson, Verbose, newest_run
+from skylite.cli.options import AsJson, newest_run
 from skylite.errors import ConfigError
 from skylite.progress_reporting import long_work
 from skylite.report.html import GENERATOR, num_files, page_data, page_html
@@ -36,7 +36,6 @@ def report(
         int, typer.Option(min=0, help="Maximum completions in the page, over all runs.")
     ] = 4000,
     as_json: AsJson = False,
-    verbose: Verbose = None,
 ) -> None:
     """Write the page, and print its path and what it found."""
     targets = targets or [newest_run()]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from skylite.cli.options import RUNS, AsJson, Verbose
+from skylite.cli.options import RUNS, AsJson
 from skylite.errors import ConfigError
 from skylite.report.read_run import age_text, read_facts
 from skylite.report.summary import damaged, summary
@@ -24,7 +24,6 @@ def runs(
         Path | None, typer.Argument(help="A folder with runs, or one run.", show_default="runs")
     ] = None,
     as_json: AsJson = False,
-    verbose: Verbose = None,
 ) -> None:
     """Print a line per run. A damaged run is a line, too."""
     nothing_yet = folder is None and not RUNS.exists()

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from skylite.cli.options import AsJson, RunOrNewest, Verbose, newest_run, numbers
+from skylite.cli.options import AsJson, RunOrNewest, newest_run, numbers
 from skylite.errors import ConfigError
 from skylite.report.completions import Completion, Filter, read_held_out, read_training
 from skylite.report.read_run import RunFacts, read_facts
@@ -38,7 +38,6 @@ def samples(
     worst: Annotated[bool, typer.Option("--worst", help="Worst rewards first.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Maximum completions to print.")] = 5,
     as_json: AsJson = False,
-    verbose: Verbose = None,
 ) -> None:
     """Print the completions that the filters accept, at most `limit`."""
     if best and worst:

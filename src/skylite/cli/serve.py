@@ -25,7 +25,7 @@ from typing import Annotated
 import typer
 
 from skylite.adapters.folder import find_adapter
-from skylite.cli.options import Model, Step, Verbose
+from skylite.cli.options import Model, Step
 from skylite.cli.setting_flags import takes_settings
 from skylite.config.provenance import Provenance
 from skylite.config.train import TrainConfig
@@ -73,7 +73,6 @@ def serve(
         ),
     ] = LOOPBACK,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Its port.", rich_help_panel=SERVER)] = 8000,
-    verbose: Verbose = None,
 ) -> None:
     """Serve the adapter version, and `base` without adapter, until a signal or the server's own end.
 

@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
+from skylite.cli.help import KEYWORD, with_fields
 from skylite.config.base_section import HEADINGS, MORE, Flag
 from skylite.config.loading import all_settings
 from skylite.config.provenance import Typed, from_command_line, parse_value
 from skylite.errors import ConfigError
 
 Command = Callable[..., None]
-KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def takes_settings(names: Collection[str] | Literal["all"], *, of: str = "") -> Callable[[Command], Command]:
@@ -31,6 +31,8 @@ def takes_settings(names: Collection[str] | Literal["all"], *, of: str = "") -> 
     chosen = {name: (field, flag) for name, field, flag in flags() if names == "all" or name in names}
 
     def decorate(command: Command) -> Command:
+        command = with_fields(command)
+
         @wraps(command)
         def parsed(*, set_: list[str] | None = None, **values: Any) -> None:
             typed: dict[str, Typed] = {}
@@ -40,8 +42,7 @@ def takes_settings(names: Collection[str] | Literal["all"], *, of: str = "") -> 
                     typed |= _typed(name, field, flag, value)
             command(provenance=from_command_line(set_ or (), typed), **values)
 
-        declared = inspect.signature(command, eval_str=True).parameters.values()
-        own = [p.replace(kind=KEYWORD) for p in declared if p.name != "provenance"]
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "provenance"]
         made = [_parameter(name, field, flag, of) for name, (field, flag) in chosen.items()]
         parameters = sorted([*own, *made, _set_parameter(of)], key=_place)
         parsed.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

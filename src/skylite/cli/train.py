@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skylite.cli.options import RUNS, Verbose
+from skylite.cli.options import RUNS
 from skylite.cli.setting_flags import takes_settings
 from skylite.config.base_section import LENGTH, RUN, SAFETY, WHAT
 from skylite.config.loading import load_config, read_run_config
@@ -92,7 +92,6 @@ def train(
     resume: Resume = None,
     at: At = None,
     dry_run: DryRun = False,
-    verbose: Verbose = None,
 ) -> None:
     """Train, or resume a run. Raises SkyliteError subclasses.
 
@@ -127,7 +126,13 @@ def _start(
     dry_run: bool,
 ) -> bool:
     """Start a new run, of the `chosen` recipe. Returns whether it finished."""
-    from skylite.cli.train_defaults import default_data, default_recipe, find_recipe, is_own_data_recipe
+    from skylite.cli.train_defaults import (
+        default_data,
+        default_recipe,
+        find_recipe,
+        is_own_data_recipe,
+        size_by_data,
+    )
     from skylite.data.prompt_order import steps_per_epoch
     from skylite.rollout.disk_check import check_disk_space
     from skylite.rollout.plan import plan_run, write_run
@@ -144,7 +149,6 @@ def _start(
     with default_data(config, keep=not dry_run) if is_default else contextlib.nullcontext(config) as readable:
         sizes: list[Note] = []
         if follows_data:
-            from skylite.cli.own_data_sizes import size_by_data
             from skylite.processes.hardware import choose_device
 
             readable, sizes = size_by_data(readable, gpu=choose_device() == "cuda")

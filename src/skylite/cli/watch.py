@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from skylite.cli.options import RunOrNewest, Verbose, newest_run
+from skylite.cli.options import RunOrNewest, newest_run
 from skylite.errors import SkyliteError
 from skylite.report.alarms import Alarm, find_alarms
 from skylite.report.completions import Completion, Filter, Order, read_training
@@ -152,7 +152,6 @@ def watch(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a line of JSON for each step until the run ends.")
     ] = False,
-    verbose: Verbose = None,
 ) -> None:
     """Show the run until q or Ctrl-C; without a terminal, or as JSON, print its steps until it ends."""
     console = Console()
