@@ -1,13 +1,13 @@
 r"""How fast does a vLLM CPU server sample a LoRA adapter, compared with its base model?
 
     python benchmarks/lora_sampling.py --model MODEL_FOLDER
-    python benchmarks/lora_sampling.py --model MODEL_FOLDER --stock
+    python benchmarks/lora_sampling.py --model MODEL_FOLDER --variant "stock: SKYLITE_CPU_LORA="
     python benchmarks/lora_sampling.py --model MODEL_FOLDER --variant "gnu-openmp: LD_PRELOAD=" \
         --variant "block-128: --block-size 128"
 
-Reports median tokens per second and the median ratio LoRA/base of the rounds. --stock adds a server with
-vLLM's own LoRA kernels. --variant adds one with other environment variables (KEY=VALUE; KEY= removes it) or
-flags. All servers take turns in every round, so that noise of the machine affects all of them: compare
+Reports median tokens per second and the median ratio LoRA/base of the rounds. --variant adds a server with
+other environment variables (KEY=VALUE; KEY= removes it) or flags; the first one above has vLLM's own LoRA
+kernels. All servers take turns in every round, so that noise of the machine affects all of them: compare
 ratios, not seconds.
 """
 
@@ -66,7 +66,6 @@ class Rate:
 def main() -> None:
     args = parse_arguments()
     variants = [Variant("skylite")]
-    variants += [Variant("stock", cpu_lora="stock")] if args.stock else []
     variants += [parse_variant(text) for text in args.variant]
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         prompts = make_prompts(args.model)
@@ -99,7 +98,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=5, help="rounds; each samples base and LoRA once")
     parser.add_argument("--tokens", type=int, default=64, help="completion tokens per request")
-    parser.add_argument("--stock", action="store_true", help="also measure vLLM's own LoRA kernels")
     parser.add_argument(
         "--variant",
         action="append",

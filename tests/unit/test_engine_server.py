@@ -93,13 +93,6 @@ def test_engines_return_sampling_logprobs_and_skylite_serve_keeps_vllms_default(
     assert served[served.index("--host") + 1] == "127.0.0.1"
 
 
-def test_switching_the_kernels_off_overrides_the_environment() -> None:
-    spec = dataclasses.replace(SPEC, cpu_lora="stock")
-    assert LAUNCHER.environment(spec)["SKYLITE_CPU_LORA"] == "stock"
-    notes = LAUNCHER.notes(settings(engine={"cpu_lora": "stock"}), "cpu", "float32", "stock")
-    assert any("cpu_lora=stock" in note for note in notes)
-
-
 def test_auto_does_not_merge_weights_in_deterministic_runs(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"0" * 64)
     exact, merged = {"deterministic": True}, {"cpu_lora": "merged"}

@@ -182,11 +182,6 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
     subjects = [Subject(found.adapter) for found in adapters]
     if flags.base:
         subjects.insert(0, Subject(None))
-    if flags.base and adapters and config.engine.cpu_lora == "stock":
-        raise ConfigError(
-            "engine.cpu_lora=stock samples the base wrongly next to adapters, and --base asks for that.",
-            "Remove --base, or set engine.cpu_lora=dense.",
-        )
     choice = DataChoice(
         paths=tuple(flags.data or [Path(config.data.path)]),
         split=flags.split,

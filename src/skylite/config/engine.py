@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from skylite.config.base_section import Section
 from skylite.user_functions import is_program
 
-CpuLora = Literal["merged", "dense", "stock"]
+CpuLora = Literal["merged", "dense"]
 VLLM = "vllm"
 """The launcher that ships (engine/vllm/)."""
 
@@ -39,11 +39,10 @@ class EngineConfig(Section):
     """Seconds without a new token while requests wait; then skylite kills and restarts the engine."""
     max_restarts: int = Field(2, ge=0)
     """Maximum restarts of each engine after a crash or hang. After that the run stops and can be resumed."""
-    cpu_lora: Literal["auto", "merged", "dense", "stock"] = "auto"
+    cpu_lora: Literal["auto", "merged", "dense"] = "auto"
     """How an engine computes LoRA on a CPU. dense: products beside the base. merged: dense, but weights
     with the adapter merged in for batches of one version; faster, needs float32 and memory for a copy of the
-    weights. stock: the engine's own kernels, which are several times slower and wrong in mixed batches. auto:
-    merged if the copy fits and trainer.deterministic is false, else dense."""
+    weights. auto: merged if the copy fits and trainer.deterministic is false, else dense."""
 
     @field_validator("launcher")
     @classmethod

@@ -211,11 +211,6 @@ def _cpu_notes(config: TrainConfig, dtype: str, cpu_lora: CpuLora) -> list[str]:
         notes.append(
             "engine.cpu_lora=merged requires float32; the engine computes in bfloat16, so it uses dense."
         )
-    if cpu_lora == "stock":
-        notes.append(
-            "engine.cpu_lora=stock: LoRA sampling is several times slower, "
-            "and base requests in a mixed batch are wrong."
-        )
     return notes
 
 
