@@ -114,15 +114,6 @@ def test_killing_the_reaper_ends_the_tree(tmp_path: Path) -> None:
     assert_gone(pids)
 
 
-def test_killing_the_parent_ends_the_tree(tmp_path: Path) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), TREE])
-    pids = tree_pids(tmp_path)
-    reaper = int((tmp_path / "reaper").read_text())
-    parent.kill()
-    parent.wait()
-    assert_gone([*pids, reaper])
-
-
 def test_killing_the_parent_ends_the_tree_even_if_forked_workers_live(tmp_path: Path) -> None:
     """A forked worker inherits our descriptors; the reaper's pipe must not be among them."""
     fork_first = PARENT.replace(

@@ -36,7 +36,10 @@ def results(server: EngineServer, subjects: list[Subject], max_loras: int) -> di
     prompts = [Prompt(id=str(i), messages=[{"role": "user", "content": str(i)}], answer="", source="t")
                for i in range(6)]  # fmt: skip
     config = TrainConfig.model_validate({"rollout": {"max_completion_tokens": 12}})
-    tokenizer = ChatTokenizer(lambda _, chats: [PROMPT[int(c[0]["content"]) :] for c in chats], (), "")
+    tokenizer = ChatTokenizer(
+        run_jobs=lambda jobs: [{"ids": PROMPT[int(job["messages"][0]["content"]) :]} for job in jobs],
+        stop_token_ids=(),
+    )
     problems = ProblemSet(name="t", prompts=prompts, source=SingleTurn(config, tokenizer, Length()))
     found: dict[str, list[list[int]]] = {}
 

@@ -31,7 +31,7 @@ class Kept:
     def __init__(self, factory: str, model: str, *arguments: Any, **options: Any) -> None:
         files = [p for p in sorted(Path(model).iterdir()) if p.is_file() and p.suffix not in NOT_READ]
         contents = b"".join(p.name.encode() + p.read_bytes() for p in files)
-        self.key = hashlib.sha256(contents + json.dumps(arguments[:2]).encode()).hexdigest()
+        self.key = hashlib.sha256(contents + json.dumps(arguments[:1]).encode()).hexdigest()
         if b"strftime_now" in contents or "strftime_now" in str(arguments):
             self.key += str(arguments)
         self.own = Sandbox(factory, model, *arguments, **options)

@@ -102,8 +102,11 @@ class Broken:
         return [Score(math.nan if p.id == self.bad else float(i == 0)) for i, (p, _) in enumerate(items)]
 
 
-def encode_numbers(what: str, items: Sequence[Any]) -> list[list[int]]:
-    return [[int(turns[-1]["content"])] for turns in items]
+def encode_numbers(jobs: Sequence[Any]) -> list[dict[str, list[int]]]:
+    return [{"ids": [int(job["messages"][-1]["content"])]} for job in jobs]
+
+
+NUMBERS = ChatTokenizer(run_jobs=encode_numbers, stop_token_ids=(5,))
 
 
 def publish_update(run: RunDir, version: int, started: float, facts: Mapping[str, Any]) -> None:
@@ -151,7 +154,7 @@ def run_of(
     session = Session(
         plan=plan,
         engines=EnginePool([engine], 0.002),  # type: ignore[list-item]
-        source=SingleTurn(plan.config, ChatTokenizer(encode_numbers, (5,), ""), scorer or Half()),
+        source=SingleTurn(plan.config, NUMBERS, scorer or Half()),
         progress=Progress(plan.run, num_steps, Screen(num_steps, Console(file=io.StringIO())), dict),
         limit=limit,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.config.train import TrainConfig
-from skylite.data.chat_tokenizer_in_sandbox import JobRunner
+from skylite.data.chat_tokenizer_in_sandbox import run_jobs
 from skylite.engine.interface import Sampling
 from skylite.environments.openai_server import OpenAIServer
 from skylite.environments.parse_reply import tool_format
@@ -174,7 +174,7 @@ def server_of(number: int, config: TrainConfig, folder: Path) -> OpenAIServer:
     stop_ids = [tokenizer.convert_tokens_to_ids(s) for s in family.stops]
     return OpenAIServer(
         config=config,
-        renderer=Renderer(JobRunner(tokenizer, family.stops), folder),
+        renderer=Renderer(functools.partial(run_jobs, tokenizer, family.stops), folder),
         stop_token_ids=tuple(stop_ids),
         stops=family.stops,
         tool_format=tool_format(family.template),

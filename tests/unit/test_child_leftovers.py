@@ -164,22 +164,3 @@ def test_prints_of_a_reward_that_is_tried_before_the_run_go_to_the_log_of_the_ru
         assert f"printed: {part}" in text
         assert part not in terminal
     assert "\x1b" not in terminal + text
-
-
-def test_a_dry_run_shows_them_plainly(tmp_path: Path, tiny_llama: Path) -> None:
-    write_data(tmp_path / "data", 4)
-    (tmp_path / "mine.py").write_text(LOUD)
-    words = ["train", "--dry-run", "--model", str(tiny_llama), "--data", str(tmp_path / "data")]
-    words += ["--reward", f"{tmp_path / 'mine.py'}:reward", "--set", "eval.limit=0", "--steps", "1"]
-    words += ["--set", "data.difficulty=[]", "--set", "rollout.prompts_per_step=2"]
-    done = subprocess.run(
-        [sys.executable, "-c", "from skylite.entry_point import main; main()", *words],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    for part in ("at import", "scored  [2J", "complained", "from a library"):
-        assert f"skylite: printed: {part}" in done.stderr
-    assert "\x1b" not in done.stdout + done.stderr

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import httpx
 import pytest
 
-from skylite.data.chat_tokenizer_in_sandbox import SPELLED, JobRunner, as_written, decode_reply
+from skylite.data.chat_tokenizer_in_sandbox import SPELLED, as_written, decode_reply, run_jobs
 from skylite.environments.parse_reply import ParsedReply, parse_reply
 from skylite.environments.renderer import Renderer
 from skylite.environments.trajectory_log import TrajectoryLog
@@ -31,7 +32,7 @@ def ids_of(number: int, *parts: str) -> list[int]:
 
 def parsed(number: int, ids: list[int], *, thinks: bool = False) -> ParsedReply:
     """What the OpenAI server reads from these ids."""
-    runner = JobRunner(tokenizer_of(number), FAMILIES[number].stops)
+    runner = partial(run_jobs, tokenizer_of(number), FAMILIES[number].stops)
     text = asyncio.run(Renderer(runner, Path("model")).text(ids))
     return parse_reply(text, "hermes", FAMILIES[number].stops, has_tools=True, thinks=thinks)
 

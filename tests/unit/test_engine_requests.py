@@ -184,7 +184,8 @@ def test_a_group_holds_score_and_penalty_of_each_completion() -> None:
     config = TrainConfig.model_validate(
         {"rollout": {"max_completion_tokens": 2}, "algorithm": {"overlong_buffer_frac": 1.0}}
     )
-    source = SingleTurn(config, ChatTokenizer(lambda what, items: [[7]] * len(items), (5,), ""), Scorer())
+    tokenizer = ChatTokenizer(run_jobs=lambda jobs: [{"ids": [7]}] * len(jobs), stop_token_ids=(5,))
+    source = SingleTurn(config, tokenizer, Scorer())
     request = GroupRequest(
         model="m", version=3, temperature=1.0, group_size=2,
         engines=[RetryingEngine(LosingClient({0, 1}), ())],  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""GPUs that skylite uses or refuses, on machines played by a stub nvidia-smi and a stub torch."""
+"""GPUs that skylite and `make setup` use or refuse; a stub nvidia-smi and a stub torch play the machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Literal
 
 import pytest
 
+import skylite
 from skylite.errors import ConfigError
 from skylite.notes import Note
 from skylite.processes import gpus
-from skylite.processes.gpus import ask_torch, cuda_env, visible_gpus, why_no_gpu
+from skylite.processes.gpus import ask_torch, cuda_env, main, visible_gpus, why_no_gpu
 from skylite.processes.hardware import choose_device, choose_dtype
 from tests.unit.gpu_cases import H200, T4, Machine
 
 ROOT = Path(__file__).parents[2]
+CHECKED = "-P -m skylite.processes.gpus"
 
 
 def test_a_machine_without_gpus_uses_the_cpu(machine: Machine) -> None:
@@ -127,35 +129,33 @@ def test_a_driver_without_nvidia_smi_is_refused(machine: Machine, monkeypatch: p
         choose_device()
 
 
-def test_a_cpu_build_of_torch_is_refused_on_a_gpu(machine: Machine) -> None:
-    machine.lists(H200)
-    machine.has_torch("2.13.0+cpu", cuda=None)
-    with pytest.raises(ConfigError, match=r"NVIDIA H200 cannot be used.* CPU build of torch \(2.13.0\+cpu\)"):
+@pytest.mark.parametrize(
+    ("card", "cuda", "error", "reason"),
+    [
+        (H200, None, "", r"NVIDIA H200 cannot be used.* CPU build of torch \(2.13.0\)"),
+        (H200, "13.0", "CUDA unknown error", "driver 580.95.05.* cannot use them: CUDA unknown error"),
+        (
+            "Tesla V100-SXM2-16GB, 7.0, 16384, 580.95.05, [N/A]", "13.0", "",
+            "compute capability 7.0, and torch 2.13.0 has code for 7.5",
+        ),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_torch_cannot_use_is_refused(
+    machine: Machine,
+    capsys: pytest.CaptureFixture[str],
+    card: str,
+    cuda: str | None,
+    error: str,
+    reason: str,
+) -> None:
+    machine.lists(card)
+    machine.has_torch(cuda=cuda, error=error)
+    with pytest.raises(ConfigError, match=f"{reason}.*CUDA_VISIBLE_DEVICES=-1"):
         choose_device()
-
-
-def test_an_old_driver_is_named_with_the_driver_that_torch_needs(machine: Machine) -> None:
-    machine.lists(H200.replace("580.95.05", "570.133.20"))
-    machine.has_torch(error="The NVIDIA driver on your system is too old (found version 12080).")
-    with pytest.raises(ConfigError) as error:
-        choose_device()
-    assert "torch 2.13.0 is built for CUDA 13.0, which driver 570.133.20" in error.value.what
-    assert "Install NVIDIA driver 580 or newer" in error.value.hint
-    assert error.value.exit_code == 2
-
-
-def test_any_other_reason_of_torch_is_shown(machine: Machine) -> None:
-    machine.lists(H200)
-    machine.has_torch(error="CUDA unknown error - this may be due to an incorrectly set up environment")
-    with pytest.raises(ConfigError, match=r"driver 580.95.05.*CUDA 13.0 cannot use them: CUDA unknown error"):
-        choose_device()
-
-
-def test_a_gpu_without_code_in_torch_is_refused(machine: Machine) -> None:
-    machine.lists("Tesla V100-SXM2-16GB, 7.0, 16384, 580.95.05, [N/A]")
-    machine.has_torch()
-    with pytest.raises(ConfigError, match=r"compute capability 7.0, and torch 2.13.0 has code for 7.5"):
-        choose_device()
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n"), err[:9]) == ("", 1, "skylite: ")
 
 
 @pytest.mark.parametrize("setting", ["auto", "bfloat16", "float32"])
@@ -226,3 +226,79 @@ def test_make_counts_gpus_only(machine: Machine, listing: str, setting: str | No
     env = {name: text for name, text in os.environ.items() if name not in {"MAKEFLAGS", "MAKELEVEL"}}
     answer = subprocess.run(made, env=env, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == f"[{counted}]"
+
+
+def test_gpus_that_torch_can_use_are_printed(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.lists(H200, T4)
+    machine.has_torch()
+    main()
+    gpus = "GPU 0: NVIDIA H200, GPU 1: Tesla T4"
+    assert capsys.readouterr() == (f"{gpus}; driver 580.95.05; torch 2.13.0 for CUDA 13.0\n", "")
+
+
+@pytest.mark.parametrize(
+    ("setting", "answer"), [(None, "no GPU"), ("-1", "no GPU is used: CUDA_VISIBLE_DEVICES=-1 hides all")]
+)
+def test_a_machine_without_a_usable_gpu_is_no_error(
+    machine: Machine, capsys: pytest.CaptureFixture[str], setting: str | None, answer: str
+) -> None:
+    if setting is not None:
+        machine.lists(H200)
+        machine.sees(setting)
+    main()
+    assert capsys.readouterr() == (f"{answer}\n", "")
+
+
+class Checkout:
+    """A folder with the files that set-up reads. Its pip only notes its calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.log = folder, folder / "calls"
+        binaries = folder / ".venv" / "bin"
+        binaries.mkdir(parents=True)
+        (folder / "constraints").mkdir()
+        (folder / "pyproject.toml").touch()
+        for name in ("cpu", "torch", "cpu-hashes", "setup", "peers", "verifiers"):
+            (folder / "constraints" / f"{name}.txt").touch()
+        note = f'#!/bin/sh\necho "$(basename "$0") $*" >> "{self.log}"\n'
+        (binaries / "pip").write_text(note)
+        (binaries / "python").write_text(f'{note}exec "{sys.executable}" "$@"\n')
+        for program in ("pip", "python"):
+            (binaries / program).chmod(0o755)
+
+    def make_setup(self, gpus: str) -> tuple[int, str, list[str]]:
+        """Run `make setup` with this number of GPUs. Returns its exit code, errors, and the calls."""
+        self.log.write_text("")
+        made = ["make", "-f", str(ROOT / "Makefile"), f"GPU={gpus}", "PYTHON=true", "setup"]
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+        parts = [env.get("PYTHONPATH", ""), str(Path(skylite.__file__).parents[1])]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, parts))
+        done = subprocess.run(made, cwd=self.folder, env=env, capture_output=True, text=True)
+        return done.returncode, done.stderr, self.log.read_text().splitlines()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path / "checkout")
+
+
+def test_make_repeats_a_failed_check_without_installing_again(checkout: Checkout, machine: Machine) -> None:
+    machine.lists(H200)
+    machine.has_torch(cuda=None)
+    code, errors, calls = checkout.make_setup("1")
+    assert (code, calls[-1], len(calls) > 3) == (2, f"python {CHECKED}", True)
+    assert "skylite: NVIDIA H200 cannot be used, because this Python has a CPU build of torch" in errors
+    code, again, calls = checkout.make_setup("1")
+    assert (code, again, calls) == (2, errors, [f"python {CHECKED}"])
+    machine.has_torch()
+    assert checkout.make_setup("1") == (0, "", [f"python {CHECKED}"])
+    assert checkout.make_setup("1") == (0, "", []), "it succeeded"
+    (checkout.folder / "pyproject.toml").write_text("changed")
+    calls = checkout.make_setup("1")[2]
+    assert (calls[0][:3], calls[-1]) == ("pip", f"python {CHECKED}"), "what was installed is checked"
+
+
+def test_make_checks_nothing_without_a_gpu(checkout: Checkout) -> None:
+    code, errors, calls = checkout.make_setup("")
+    assert (code, errors, {call.split()[0] for call in calls}) == (0, "", {"pip"})
+    assert checkout.make_setup("") == (0, "", [])

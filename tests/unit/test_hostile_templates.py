@@ -47,7 +47,7 @@ def model_with(folder: Path, template: str) -> Path:
     ("template", "reason"),
     [
         (ENDLESS, "(used more than 2 s of CPU time|took longer than 4 s)"),
-        (HUGE, "used more than 536870912 bytes of memory"),
+        (HUGE, "(used more than 536870912 bytes of memory|raised MemoryError)"),
         (RAISES, "raised TemplateError: no system turn"),
         ("{{ 'x y ' * 10000000 }}", "(returned more than|took longer|used more|was killed by SIGABRT)"),
         ("{{ messages[0].__class__.__mro__[1].__subclasses__() }}", "raised SecurityError"),
@@ -119,4 +119,4 @@ def test_a_bad_conversation_does_not_harm_the_next(word: str, error: type[Except
             assert await renderer.prompt(good, None, {}) == before
 
     with contextlib.closing(load_tokenizer(tmp_path, ChatTemplate(text=ONE_IS_BAD))) as tokenizer:
-        asyncio.run(body(Renderer(tokenizer.run_jobs, tmp_path)))
+        asyncio.run(body(Renderer(tokenizer.run, tmp_path)))

@@ -90,15 +90,6 @@ def test_files_made_only_for_the_lock_are_removed_with_it(tmp_path: Path) -> Non
     ]
 
 
-def test_a_symlink_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("mine")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / LOCK_NAME).symlink_to(tmp_path / "mine")
-    with pytest.raises(ConfigError, match="is a symbolic link"), lock_folder(tmp_path / "run"):
-        pass
-    assert (tmp_path / "mine").read_text() == "mine"
-
-
 def test_there_is_one_owner_although_the_file_is_removed_and_recreated(tmp_path: Path) -> None:
     """Each thread opens the file again, so the kernel treats the threads like separate processes."""
     inside, alone = threading.Lock(), []

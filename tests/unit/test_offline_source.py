@@ -48,7 +48,7 @@ THINKS = (
 
 
 def offline(template: str = CHAT_TEMPLATE) -> Offline:
-    return Offline(TrainConfig(), shared_tokenizer(template), Path("model"))
+    return Offline(TrainConfig(), shared_tokenizer(template))
 
 
 def learned(prompt: Prompt, template: str = CHAT_TEMPLATE) -> list[list[tuple[str, str]]]:
@@ -154,7 +154,7 @@ def test_a_run_learns_from_its_rows_without_an_engine(tmp_path: Path, algorithm:
     session = Session(
         plan=plan,
         engines=EnginePool([], 0.1),
-        source=Offline(plan.config, shared_tokenizer(CHAT_TEMPLATE), Path("model")),
+        source=Offline(plan.config, shared_tokenizer(CHAT_TEMPLATE)),
         progress=Progress(plan.run, 3, Screen(3, console), dict),
     )
 

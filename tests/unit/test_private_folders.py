@@ -214,12 +214,3 @@ def test_a_lock_that_is_no_plain_file_is_refused_and_never_emptied(tmp_path: Pat
     ):
         pass
     assert (tmp_path / "mine").read_text() == "mine"
-
-
-def test_a_lock_is_for_its_owner_whatever_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0)
-    try:
-        with lock_folder(tmp_path):
-            assert (tmp_path / LOCK_NAME).stat().st_mode & 0o777 == 0o600
-    finally:
-        os.umask(before)

@@ -126,14 +126,6 @@ def test_a_hash_in_a_runs_config_is_not_trusted(here: Path, tiny_llama: Path) ->
     assert not (here / "ran").exists()
 
 
-def test_the_same_content_under_another_name_is_not_named(here: Path) -> None:
-    (here / "copy.py").write_text(GOOD)
-    require_named([f"{here}/own.py:f"], REWARD, Path("data"))
-    for other in ("copy.py:f", "own.py:g"):
-        with pytest.raises(ConfigError, match="have not named"):
-            require_named([f"{here}/{other}"], REWARD, Path("data"))
-
-
 @pytest.mark.parametrize(
     ("spec", "kind", "what", "setting"),
     [

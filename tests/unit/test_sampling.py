@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 from skylite.config.train import TrainConfig
-from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool, SyncReport
 from skylite.engine.interface import Sampling
@@ -31,6 +30,7 @@ from tests.decisions import resolved
 from tests.logs import logged_messages
 from tests.small_run import settings
 from tests.unit.data_cases import prompt
+from tests.unit.simulated_run import NUMBERS
 
 PROMPTS = [prompt(id=str(i), messages=[{"role": "user", "content": str(i)}]) for i in range(14)]
 
@@ -164,10 +164,6 @@ class FakeScorer:
         return [Score(float(i == 0 and self.informative(int(p.id)))) for i, (p, _) in enumerate(items)]
 
 
-def encode_numbers(what: str, items: Sequence[Any]) -> list[list[int]]:
-    return [[int(turns[-1]["content"])] for turns in items]
-
-
 def sampled_step(
     folder: Path,
     informative: Callable[[int], bool],
@@ -191,7 +187,7 @@ def sampled_step(
     session = Session(
         plan=plan,
         engines=EnginePool([engine], 0.1),  # type: ignore[list-item]
-        source=SingleTurn(config, ChatTokenizer(encode_numbers, (5,), ""), FakeScorer(informative)),
+        source=SingleTurn(config, NUMBERS, FakeScorer(informative)),
         progress=Progress(run, 9, screen, dict),
     )
     with logged_messages() as logged:

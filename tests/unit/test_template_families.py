@@ -14,7 +14,7 @@ import httpx
 import pytest
 import torch
 
-from skylite.data.chat_tokenizer_in_sandbox import Encoder, JobRunner
+from skylite.data.chat_tokenizer_in_sandbox import run_jobs
 from skylite.environments.trajectory_log import TrajectoryLog
 from skylite.model.packing import pack_tree
 from skylite.rollout.step_metrics import turn_metrics
@@ -43,20 +43,20 @@ DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "environments.md"
 def test_a_reply_to_learn_follows_its_prompt(number: int) -> None:
     family, tokenizer = FAMILIES[number], tokenizer_of(number)
     stops = [tokenizer.convert_tokens_to_ids(stop) for stop in family.stops]
-    encoder = Encoder(tokenizer, family.arguments, {}, True)
-    runner = JobRunner(tokenizer, family.stops)
     first = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]
     for chat in (
         first,
         [*first, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "No."}],
     ):
         job = {"messages": chat, "tools": None, "arguments": family.arguments, "learned": [len(chat) - 1]}
-        (result,) = runner([job])
+        start = {**job, "messages": chat[:-1]}
+        del start["learned"]
+        result, before = run_jobs(tokenizer, family.stops, [job, start])
         if family.name == "DeepSeek-R1 distilled":  # its prompt opens a reasoning block that no reply has
             assert "does not show a reply right after its prompt" in result["error"]
             continue
         ((prompt, reply),) = result["calls"]
-        assert [prompt] == encoder("chats", [chat[:-1]])
+        assert prompt == before["ids"]
         text = chat[-1]["content"] + family.stop
         assert tokenizer.decode(reply).endswith(text)
         assert tokenizer.decode(reply[:-1]).rstrip() != ""

@@ -18,7 +18,7 @@ from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.processes.child import ProcessSpec, kill, poll, start
 from skylite.processes.child_env import absolute_paths, child_env
 from skylite.processes.gpus import ask_torch
-from skylite.processes.import_path import protect_imports
+from skylite.processes.import_path import SEARCH_PATHS, protect_imports, protected_env
 from skylite.rewards.worker_pool import RewardPool
 from tests.unit.data_cases import prompt
 from tests.unit.engine_cases import SPEC
@@ -32,6 +32,12 @@ SHADOWED = (
 )  # fmt: skip
 CONSOLE_SCRIPT = (
     "import sys\nfrom skylite.entry_point import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+)
+FIND = (
+    "import subprocess, sys\n"
+    "from skylite.processes.import_path import protect_imports\n"
+    "protect_imports()\n"
+    "subprocess.run(['planted'])\n"
 )
 SCORE = """
 import asyncio, sys
@@ -221,3 +227,36 @@ def test_reward_workers_work_in_a_folder_of_their_own(
     finally:
         pool.close()
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("path", [":{0}", "{0}:", ".:{0}", "{0}::/bin", "bin:{0}", ""])
+def test_a_program_in_the_working_folder_does_not_run(tmp_path: Path, path: str) -> None:
+    for folder in (tmp_path, tmp_path / "bin"):
+        folder.mkdir(exist_ok=True)
+        (folder / "planted").write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+        (folder / "planted").chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", FIND],
+        env={**os.environ, "PATH": path.format("/usr/bin")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "No such file or directory: 'planted'" in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", SEARCH_PATHS)
+def test_only_absolute_parts_stay(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, kept in ((f":{os.defpath}::x:./y:", os.defpath), ("", None), (":", None), ("lib", None)):
+        assert protected_env({name: value, "A": ":"}).get(name) == (kept.strip(":") if kept else None)
+    monkeypatch.setenv(name, f":{os.environ.get(name) or '/nowhere'}:")
+    code = f"import os; print(os.environ[{name!r}])"
+    child = start(
+        ProcessSpec(name="child", argv=[sys.executable, "-c", code], env={}, log_path=tmp_path / "log")
+    )
+    while poll(child) is None:
+        pass
+    kill(child)
+    assert (tmp_path / "log").read_text().strip() == os.environ[name].strip(":")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from skylite.config.rollout import DataConfig, TemplateValue
 from skylite.config.train import RunConfig
-from skylite.data.chat_tokenizer_in_sandbox import Job
+from skylite.data.chat_tokenizer_in_sandbox import PLAIN_TEMPLATE, Job
 from skylite.errors import ConfigError, DataError, ModelError
 from skylite.hub.resolve import model_files
 from skylite.progress_reporting import long_work
@@ -32,10 +32,6 @@ LIMITS = Limits(memory_bytes=2 << 30, cpu_s=60, wall_s=120.0, output_bytes=256 <
 """For the prompts of one call; memory for all together."""
 PROMPTS_PER_CALL = 256
 NO_TEMPLATE = "the model has no chat template, so prompts are plain 'Question: ... Answer:' text"
-
-Encode = Callable[[str, Sequence[Any]], Any]
-"""("chats", lists of turns) or ("texts", texts) -> token ids of each. ("ends", lists of turns) -> the last
-characters of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,33 +104,71 @@ def _check_args(template: ChatTemplate, used: str, model: Path) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTokenizer:
     """A tokenizer, its chat template and the tokens that end a turn."""
 
-    encode: Encode
+    run_jobs: Callable[[Sequence[Job]], Any]
+    """Jobs of chat_tokenizer_in_sandbox.py -> their results, as the sandbox gives them. Raises CallFailed."""
     stop_token_ids: tuple[int, ...]
-    note: str
-    """A note when the model has no chat template, else empty."""
+    model_path: Path = Path("model")
+    note: str = ""
+    """A note when the model has no chat template."""
     close: Callable[[], None] = lambda: None
     """End its process, also during a call, which then raises ChildDied."""
-    run_jobs: Callable[[Sequence[Job]], Any] = lambda _: None
-    """Jobs of render_chats.py -> their results, as the sandbox gives them. Raises CallFailed."""
+    arguments: Mapping[str, TemplateValue] = field(default_factory=dict)
+    """Of the chat template."""
     template: str = ""
     """Text of the chat template."""
     hides_thinking: bool = False
     """<think> or </think> is a special token, which the text of a completion leaves out."""
 
     def encode_chats(self, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
-        """Token ids of the turns of each chat, followed by the generation prompt."""
-        starts = range(0, len(chats), PROMPTS_PER_CALL)
-        parts = ([list(chat) for chat in chats[s : s + PROMPTS_PER_CALL]] for s in starts)
-        return [ids for part in parts for ids in self.encode("chats", part)]
+        """Token ids of the turns of each chat, followed by the generation prompt. Raises ModelError."""
+        return self._token_ids([self._job(chat) for chat in chats])
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of plain texts, without special tokens."""
-        ids: list[list[int]] = self.encode("texts", texts)
-        return ids
+        """Token ids of plain texts, without special tokens. Raises ModelError."""
+        return self._token_ids([{"text": text} for text in texts])
+
+    def prompt_end(self, chat: Sequence[Message]) -> str:
+        """The last characters of a rendered prompt, before which a completion begins. Raises ModelError."""
+        return str(self._values([self._job(chat) | {"end": True}], "end")[0])
+
+    def _job(self, chat: Sequence[Message]) -> Job:
+        return {"messages": list(chat), "tools": None, "arguments": dict(self.arguments)}
+
+    def _token_ids(self, jobs: Sequence[Job]) -> list[list[int]]:
+        found = self._values(jobs, "ids")
+        if not all(isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) for ids in found):
+            what = f"The tokenizer of {self.model_path} returned no token ids."
+            raise ModelError(what, "Use another model.")
+        return found
+
+    def _values(self, jobs: Sequence[Job], name: str) -> list[Any]:
+        """What the results call `name`. Raises ModelError for one without it."""
+        results = list(self.run(jobs))
+        if failed := next((r for r in results if name not in r), None):
+            raise self._failed(f"raised {failed.get('error')}", len(jobs))
+        return [result[name] for result in results]
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[Job]:
+        """The results of jobs. Raises ModelError if the tokenizer gives none."""
+        for start in range(0, len(jobs), PROMPTS_PER_CALL):
+            part = jobs[start : start + PROMPTS_PER_CALL]
+            try:
+                results = self.run_jobs(part)
+            except CallFailed as error:
+                raise self._failed(str(error), len(part)) from None
+            if not isinstance(results, list) or len(results) != len(part):
+                raise self._failed("gave no result", len(part))
+            yield from (result if isinstance(result, dict) else {} for result in results)
+
+    def _failed(self, reason: str, num_prompts: int) -> ModelError:
+        return ModelError(
+            f"The chat template or tokenizer of {self.model_path} {reason} for {num_prompts} prompts.",
+            "Correct its chat_template or data.chat_template, or use another model.",
+        )
 
 
 def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> ChatTokenizer:
@@ -150,7 +184,6 @@ def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> Ch
         "skylite.data.chat_tokenizer_in_sandbox:make_encoder",
         str(model_path.resolve()),
         template.text,
-        dict(template.args),
         None if template.now is None else template.now.isoformat(),
         what=f"the chat template of {model_path}",
         limits=LIMITS,
@@ -161,7 +194,7 @@ def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> Ch
     )
     try:
         sandbox.start()
-        facts = sandbox.call("facts")
+        (facts,) = sandbox.call([{"facts": None}], [])
         _check_args(template, str(facts["template"]), model_path)
         stops = _stop_token_ids(model_path, facts["eos_token_id"])
     except CallFailed as error:
@@ -178,21 +211,16 @@ def load_tokenizer(model_path: Path, template: ChatTemplate | None = None) -> Ch
         raise ModelError(
             f"{model_path} defines no end-of-turn token.", "Set eos_token_id in its generation_config.json."
         )
-    note = "" if facts["has_template"] or template.text else NO_TEMPLATE
     return ChatTokenizer(
-        _encoder(sandbox, model_path),
-        stops,
-        note,
-        sandbox.close,
-        lambda jobs: sandbox.call("jobs", jobs, stops),
-        str(facts["template"]),
-        facts["hides_thinking"] is True,
+        run_jobs=lambda jobs: sandbox.call(jobs, stops),
+        stop_token_ids=stops,
+        model_path=model_path,
+        note=NO_TEMPLATE if facts["template"] == PLAIN_TEMPLATE else "",
+        close=sandbox.close,
+        arguments=template.args,
+        template=str(facts["template"]),
+        hides_thinking=facts["hides_thinking"] is True,
     )
-
-
-def prompt_end(tokenizer: ChatTokenizer, turns: Sequence[Message]) -> str:
-    """The last characters of a rendered prompt, before which a completion begins. Raises ModelError."""
-    return str(tokenizer.encode("ends", [list(turns)])[0])
 
 
 def too_long(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], limit: int) -> dict[str, int]:
@@ -211,30 +239,6 @@ def too_long(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], limit: int) ->
             found |= {p.id: count for p, count in zip(part, counts, strict=True) if count > limit}
             work.advance(len(part))
     return found
-
-
-def _encoder(sandbox: Sandbox, model_path: Path) -> Encode:
-    def encode(what: str, items: Sequence[Any]) -> Any:
-        try:
-            result = sandbox.call(what, list(items))
-        except CallFailed as error:
-            raise ModelError(
-                f"The chat template or tokenizer of {model_path} {error} for {len(items)} prompts.",
-                "Correct its chat_template or data.chat_template, or use another model.",
-            ) from None
-        if what != "ends" and not _are_token_ids(result, len(items)):
-            raise ModelError(f"The tokenizer of {model_path} returned no token ids.", "Use another model.")
-        return result
-
-    return encode
-
-
-def _are_token_ids(value: Any, count: int) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == count
-        and all(isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) for ids in value)
-    )
 
 
 async def encode_in_thread(

@@ -1,15 +1,17 @@
 """A model's chat template and tokenizer, as the sandbox runs them (data/chat_tokenizer.py): both are foreign.
 
-This process alone imports transformers. `Encoder` answers calls; for episodes it gets jobs. A job that fails
-gives {"error": text}, the others:
+This process alone imports transformers. It gets jobs. One that fails gives {"error": text}, the others:
     {"messages", "tools", "arguments"}            {"ids": token ids of the prompt, "thinks": whether it
                                                   opens a reasoning block}
+    {the same, "end": true}                       {"end": the last characters of the rendered prompt}
     {the same, "reply": index, "ended": bool}     {"tail": token ids that follow the sampled reply, "thinks"},
                                                   or {"ids", "thinks"} where the template does not show it
     {the same, "learned": indices of replies}     {"calls": [[prompt ids, reply ids], ...]}, a reply as the
                                                   model would sample it: with its end-of-turn token
+    {"text": a text}                              {"ids": its token ids, without special tokens}
     {"decode": token ids}                         {"text": text with special tokens, of decode_reply}
-    {"facts": arguments of the template}          {"template", "stops": texts}, if it renders a question
+    {"facts": arguments of the template}          {"template", "stops": texts, "eos_token_id",
+                                                  "hides_thinking"}, if it renders a question; null: anyway
 """
 
 from __future__ import annotations
@@ -18,8 +20,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -42,12 +43,12 @@ SPELLED = "\ufdd0"
 
 
 def make_encoder(
-    model_path: str, template: str | None, arguments: dict[str, Any], now: str | None = None
-) -> Encoder:
-    """Load the tokenizer.
+    model_path: str, template: str | None, now: str | None = None
+) -> Callable[[Sequence[Job], Sequence[int]], list[Job]]:
+    """Load the tokenizer. Returns (jobs, end-of-turn tokens) -> results.
 
-    `template`: text of a chat template instead of the model's own. `arguments`: of the template. `now`: the
-    time that the template sees, in ISO 8601; None: the clock's.
+    `template`: text of a chat template instead of the model's own. `now`: the time that the template sees, in
+    ISO 8601; None: the clock's.
     """
     # Without torch: buys 330 MB while the run lasts, and 0.5 s of start. It stays because of the memory, more
     # than 5 % of a trainer's (2.2 GiB for a 135M model). transformers then offers no models.
@@ -57,80 +58,57 @@ def make_encoder(
 
     # Beside tekken.json transformers would take mistral-common, which knows no chat template.
     tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False, mistral_format=False)
-    has_template = bool(tokenizer.chat_template)
     tokenizer.chat_template = template or tokenizer.chat_template or PLAIN_TEMPLATE
     # An argument hides transformers' own function of this name.
     clock = {} if now is None else {"strftime_now": datetime.fromisoformat(now).strftime}
-    return Encoder(tokenizer, clock | arguments, clock, has_template)
+
+    def run(jobs: Sequence[Job], stop_token_ids: Sequence[int]) -> list[Job]:
+        return run_jobs(tokenizer, [tokenizer.convert_ids_to_tokens(i) for i in stop_token_ids], jobs, clock)
+
+    return run
 
 
-@dataclass(frozen=True, slots=True)
-class Encoder:
-    """The function of the sandbox, for a loaded tokenizer."""
+def run_jobs(
+    tokenizer: Any, stops: Sequence[str], jobs: Sequence[Job], clock: Mapping[str, Any] | None = None
+) -> list[Job]:
+    """The results of jobs.
 
-    tokenizer: Any
-    arguments: dict[str, Any]
-    """Of the chat template."""
-    clock: dict[str, Any]
-    """Arguments for jobs, which bring the others."""
-    has_template: bool
-    """Whether the model has a chat template of its own."""
-
-    def __call__(self, what: str, items: Sequence[Any] = (), stop_token_ids: Sequence[int] = ()) -> Any:
-        """("facts"), ("chats" or "ends", lists of turns), ("texts", texts), ("jobs", jobs, stops)."""
-        tokenizer = self.tokenizer
-        if what == "facts":
-            used = tokenizer.chat_template
-            return {
-                "has_template": self.has_template,
-                "eos_token_id": tokenizer.eos_token_id,
-                "hides_thinking": bool({"<think>", "</think>"} & {*tokenizer.all_special_tokens}),
-                "template": used if isinstance(used, str) else "\n".join(map(str, used.values())),
-            }
-        if what == "jobs":
-            stops = [tokenizer.convert_ids_to_tokens(i) for i in stop_token_ids]
-            return JobRunner(tokenizer, stops, self.clock)(items)
-        if what == "texts":
-            return [tokenizer.encode(text, add_special_tokens=False) for text in items]
-        texts = [
-            tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **self.arguments)
-            for turns in items
-        ]
-        if what == "ends":
-            return [text[-END_CHARACTERS:] for text in texts]
-        return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-
-
-@dataclass(frozen=True, slots=True)
-class JobRunner:
-    """The function of jobs, for a loaded tokenizer."""
-
-    tokenizer: Any
-    stops: list[str]
-    """Texts of the end-of-turn tokens."""
-    clock: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the template that a job does not bring: the run's time."""
-
-    def __call__(self, jobs: Sequence[Job]) -> list[Job]:
-        return [_attempt(self.tokenizer, self.stops, job | {"clock": self.clock}) for job in jobs]
+    `stops`: texts of the end-of-turn tokens. `clock`: arguments of the template that no job brings.
+    """
+    return [_attempt(tokenizer, list(stops), job | {"clock": dict(clock or {})}) for job in jobs]
 
 
 def _attempt(tokenizer: Any, stops: list[str], job: Job) -> Job:
     try:
         if "facts" in job:
-            question = {"messages": [], "tools": None, "arguments": job["facts"], "clock": job["clock"]}
-            _render(tokenizer, question, [{"role": "user", "content": "Hello"}])
-            return {"template": str(tokenizer.chat_template), "stops": stops}
+            return _facts(tokenizer, stops, job)
         if "decode" in job:
             return {"text": decode_reply(tokenizer, job["decode"])}
+        if "text" in job:
+            return {"ids": tokenizer.encode(job["text"], add_special_tokens=False)}
         if "learned" in job:
             return {"calls": [_call(tokenizer, stops, job, index) for index in job["learned"]]}
         if "reply" in job and (tail := _tail(tokenizer, stops, job)) is not None:
             return {"tail": tokenizer.encode(tail, add_special_tokens=False), "thinks": _opens_thinking(tail)}
         text = _render(tokenizer, job, job["messages"])
+        if "end" in job:
+            return {"end": text[-END_CHARACTERS:]}
         return {"ids": tokenizer.encode(text, add_special_tokens=False), "thinks": _opens_thinking(text)}
     except Exception as error:  # noqa: BLE001  # a template may raise anything; the caller gets the text
         return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def _facts(tokenizer: Any, stops: list[str], job: Job) -> Job:
+    if job["facts"] is not None:
+        question = {"tools": None, "arguments": job["facts"], "clock": job["clock"]}
+        _render(tokenizer, question, [{"role": "user", "content": "Hello"}])
+    used = tokenizer.chat_template
+    return {
+        "template": used if isinstance(used, str) else "\n".join(map(str, used.values())),
+        "stops": stops,
+        "eos_token_id": tokenizer.eos_token_id,
+        "hides_thinking": bool({"<think>", "</think>"} & {*tokenizer.all_special_tokens}),
+    }
 
 
 def _render(
@@ -141,8 +119,7 @@ def _render(
         tools=job["tools"],
         add_generation_prompt=generation_prompt,
         tokenize=False,
-        **job["clock"],
-        **job["arguments"],
+        **(job["clock"] | job["arguments"]),
     )
     return text
 

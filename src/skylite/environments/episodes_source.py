@@ -231,7 +231,7 @@ async def episodes_running(
     spec, settings = config.env.episode, config.env
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(temporary_folder())  # its sockets are for this user only
-        renderer = Renderer(tokenizer.run_jobs, model_path)
+        renderer = Renderer(tokenizer.run, model_path)
         facts = await renderer.facts(config.data.template_args)
         server = OpenAIServer(
             config=config,

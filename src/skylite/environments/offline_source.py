@@ -11,16 +11,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import PROMPTS_PER_CALL, ChatTokenizer
 from skylite.data.chat_tokenizer_in_sandbox import Job
 from skylite.environments.source import GroupRequest, OnGroup
-from skylite.errors import DataError, ModelError
+from skylite.errors import DataError
 from skylite.progress_reporting import long_work
-from skylite.sandbox.sandbox import CallFailed
 from skylite.types import Call, Group, Message, Prompt, Trajectory
 from skylite.untrusted_text import plain
 
@@ -34,7 +32,6 @@ class Offline:
 
     config: TrainConfig
     tokenizer: ChatTokenizer
-    model_path: Path
 
     async def sample(
         self, prompts: Sequence[Prompt], request: GroupRequest, on_group: OnGroup = lambda _: None
@@ -53,7 +50,7 @@ class Offline:
         Raises DataError for a row whose replies cannot be found.
         """
         jobs = [[self._job(prompt, chat) for chat in _chats(prompt)] for prompt in prompts]
-        results = self._run([job for of_prompt in jobs for job in of_prompt])
+        results = self.tokenizer.run([job for of_prompt in jobs for job in of_prompt])
         return [
             [_replies(prompt, job, next(results)) for job in of_prompt]
             for prompt, of_prompt in zip(prompts, jobs, strict=True)
@@ -64,15 +61,6 @@ class Offline:
         learned = [last] if CHOSEN in prompt.extra else _replies_of(chat)
         arguments = dict(self.config.data.template_args)
         return {"messages": chat, "tools": None, "arguments": arguments, "learned": learned}
-
-    def _run(self, jobs: Sequence[Job]) -> Iterator[Any]:
-        for start in range(0, len(jobs), PROMPTS_PER_CALL):
-            try:
-                yield from self.tokenizer.run_jobs(jobs[start : start + PROMPTS_PER_CALL])
-            except CallFailed as error:
-                raise ModelError(
-                    f"The chat template of {self.model_path} {error}.", "Correct it, or use another model."
-                ) from None
 
     def too_long(self, prompts: Sequence[Prompt], limit: int) -> dict[str, int]:
         """Id -> tokens of each row with more than `limit`. Renders every row, as training will."""

@@ -6,7 +6,7 @@ Requests that wait at the same time share one call of the sandbox.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 from skylite.data.chat_tokenizer_in_sandbox import Job
 from skylite.environments.chat_request import ApiError, ChatMessage
 from skylite.errors import ModelError
-from skylite.sandbox.sandbox import CallFailed
 from skylite.untrusted_text import parse_json, plain
 
 
@@ -42,8 +41,8 @@ class RenderedPrompt:
 class Renderer:
     """Renders with the sandbox of a tokenizer. Use it from one event loop."""
 
-    run_jobs: Callable[[Sequence[Job]], Any]
-    """ChatTokenizer.run_jobs."""
+    run: Callable[[Sequence[Job]], Iterable[Job]]
+    """ChatTokenizer.run."""
     model_path: Path
     _waiting: list[tuple[Job, asyncio.Future[Job]]] = field(default_factory=list)
     _task: asyncio.Task[None] | None = None
@@ -104,7 +103,7 @@ class Renderer:
         while self._waiting:
             batch, self._waiting = self._waiting, []
             try:
-                results = await asyncio.to_thread(self._call, [job for job, _ in batch])
+                results = await asyncio.to_thread(list, self.run([job for job, _ in batch]))
             except Exception as error:  # noqa: BLE001  # every caller gets it
                 for _, future in batch:
                     if not future.done():
@@ -113,17 +112,6 @@ class Renderer:
             for (_, future), result in zip(batch, results, strict=True):
                 if not future.done():  # the request may be cancelled
                     future.set_result(result)
-
-    def _call(self, jobs: list[Job]) -> list[Job]:
-        try:
-            results = self.run_jobs(jobs)
-        except CallFailed as error:
-            raise ModelError(
-                f"The chat template of {self.model_path} {error}.", "Correct it, or use another model."
-            ) from None
-        if not isinstance(results, list) or len(results) != len(jobs):
-            raise ModelError(f"The chat template of {self.model_path} gave no result.")
-        return [r if isinstance(r, dict) else {} for r in results]
 
 
 def for_template(messages: Sequence[ChatMessage]) -> list[ChatMessage]:

@@ -21,6 +21,8 @@ from io import FileIO
 from pathlib import Path
 from typing import NoReturn, Self
 
+import psutil
+
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.child_env import child_env
 from skylite.processes.own_network import REAPER, why_shared
@@ -170,7 +172,12 @@ def kill(child: Child) -> None:
 
 def stopped_processes(child: Child) -> list[int]:
     """Ids of the child's processes that are stopped by SIGSTOP or SIGTSTP."""
-    return [pid for pid in _pids_with_mark(child.mark) if _state(pid) == "T"]
+    stopped = []
+    for process in _processes(child.mark):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() == psutil.STATUS_STOPPED:
+                stopped.append(process.pid)
+    return stopped
 
 
 def describe_exit(child: Child) -> str:
@@ -265,32 +272,14 @@ def _kill_survivors(child: Child) -> None:
     """Send SIGKILL to the process group and to every process with the child's mark."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    for pid in _pids_with_mark(child.mark):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for process in _processes(child.mark):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
-def _state(pid: int) -> str:
-    """State letter in /proc/PID/stat: R, S, D, T (stopped), Z; empty when the process is gone."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0]
-    return ""
-
-
-def _pids_with_mark(mark: str) -> list[int]:
-    """Ids of the processes whose environment contains the mark, as far as this user may read it."""
-    needle = f"{MARK}={mark}".encode()
-    found = []
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            environment = Path("/proc", name, "environ").read_bytes()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        if needle in environment:
-            found.append(int(name))
-    return found
+def _processes(mark: str) -> list[psutil.Process]:
+    """The processes whose environment contains the mark, as far as this user may read it."""
+    return [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(MARK) == mark]
 
 
 class Supervisor:

@@ -30,8 +30,6 @@ SMI_FIELDS = ("index", "uuid", "name", "compute_cap", "memory.total", "driver_ve
 USE_CPU = f"set {VISIBLE}=-1 to train on the CPU"
 TORCH_TIMEOUT_S = 300.0
 """The first import of torch from a slow disk takes minutes."""
-FIRST_DRIVER = {12: 525, 13: 580}
-"""CUDA's major version -> the first driver that runs it (CUDA release notes, minor version compatibility)."""
 ASK_TORCH = """
 import json, torch
 error = ""
@@ -213,13 +211,6 @@ def check_cuda(gpus: Sequence[Gpu]) -> TorchCuda:
         raise ConfigError(
             f"{first.name} cannot be used, because this Python has a CPU build of torch ({torch.version}).",
             f"`make clean setup` installs the CUDA build; or {USE_CPU}.",
-        )
-    needed = FIRST_DRIVER.get(int(torch.cuda.partition(".")[0]))
-    if torch.error and needed is not None and int(first.driver.partition(".")[0]) < needed:
-        raise ConfigError(
-            f"torch {torch.version} is built for CUDA {torch.cuda}, which driver {first.driver} of "
-            f"{first.name} is too old for.",
-            f"Install NVIDIA driver {needed} or newer, or a torch for an older CUDA; or {USE_CPU}.",
         )
     if torch.error or torch.count != len(gpus):
         why = torch.error.strip().splitlines()[0] if torch.error else f"it finds {torch.count} GPU(s)"

@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from skylite import __version__
 from skylite.errors import ConfigError
 from skylite.notes import Note, warning
@@ -22,7 +24,6 @@ Dtype = Literal["bfloat16", "float32"]
 
 SHARED_MEMORY = Path("/dev/shm")
 CPUINFO = Path("/proc/cpuinfo")
-MEMINFO = Path("/proc/meminfo")
 CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -51,10 +52,9 @@ def total_memory() -> int:
     return machine if limit == "max" else min(machine, int(limit))
 
 
-def available_memory(meminfo: Path = MEMINFO) -> int:
+def available_memory() -> int:
     """Bytes that processes can still allocate without swapping, within the container's limit."""
-    line = next(x for x in meminfo.read_text().splitlines() if x.startswith("MemAvailable:"))
-    return min(int(line.split()[1]) * 1024, total_memory())
+    return min(int(psutil.virtual_memory().available), total_memory())
 
 
 def cpu_has_bf16(cpuinfo: Path = CPUINFO) -> bool:

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
 
@@ -34,13 +36,7 @@ def why_shared() -> str:
 
 def other_people() -> list[int] | None:
     """Ids of the other users who have processes here. None if this user cannot see them (hidepid)."""
-    found = set()
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                found.add(os.stat(f"/proc/{name}").st_uid)
-            except OSError:  # it has just ended
-                continue
+    found = {p.info["uids"].effective for p in psutil.process_iter(["uids"]) if p.info["uids"]}
     if os.geteuid() != 0 and not os.path.exists("/proc/1"):
         return None
     return sorted(uid for uid in found if uid >= FIRST_PERSON and uid != os.geteuid())

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import FileIO
-from typing import Any, TextIO
+from typing import TextIO
 
 from skylite.errors import ConfigError
 from skylite.untrusted_text import plain
@@ -76,12 +76,11 @@ def _lasting(stream: TextIO | None, number: int) -> TextIO:
 def printed_lines(keep: Callable[[str], None]) -> Iterator[None]:
     """Hand every line that is printed in the block to `keep`, made plain, when the block ends.
 
-    What libraries in C write to the descriptors comes last. A program may keep sys.stdout for later: those
-    lines go to `keep` at once.
+    A program may keep sys.stdout for later: what it prints then is dropped.
     """
-    lines = _Lines(keep)
-    stream = io.TextIOWrapper(io.BufferedWriter(lines), "utf-8", "backslashreplace", line_buffering=True)
     with tempfile.TemporaryFile() as file:
+        copy = os.dup(file.fileno())
+        stream = open(copy, "w", encoding="utf-8", errors="backslashreplace", buffering=1)  # noqa: SIM115
         try:
             with (
                 _descriptors_to(file.fileno()),
@@ -90,10 +89,11 @@ def printed_lines(keep: Callable[[str], None]) -> Iterator[None]:
             ):
                 yield
         finally:
-            stream.flush()
+            with contextlib.suppress(OSError, ValueError):  # a full disk, or the program has closed it
+                stream.flush()
             file.seek(0)
-            lines.write(file.read(MOST_BYTES))
-            lines.end_block()
+            for line in file.read(MOST_BYTES).decode("utf-8", errors="replace").splitlines():
+                keep(plain(line))
 
 
 @contextmanager
@@ -111,39 +111,6 @@ def _descriptors_to(target: int) -> Iterator[None]:
         for number, descriptor in own.items():
             os.dup2(descriptor, number)
             os.close(descriptor)
-
-
-class _Lines(io.RawIOBase):
-    """Splits bytes into lines. `keep` may print, so it is called only when sys.stdout is its own again."""
-
-    def __init__(self, keep: Callable[[str], None]) -> None:
-        self._keep = keep
-        self._waiting: bytearray | None = bytearray()
-        """What the block has printed; None after it."""
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return 1
-
-    def write(self, data: Any) -> int:
-        """Never fails: a print must not break a program."""
-        text = bytes(data)
-        if self._waiting is None:
-            self._send(text)
-        elif len(self._waiting) < MOST_BYTES:
-            self._waiting += text
-        return len(text)
-
-    def end_block(self) -> None:
-        """Hand over what waited, and everything later at once."""
-        text, self._waiting = bytes(self._waiting or b""), None
-        self._send(text)
-
-    def _send(self, text: bytes) -> None:
-        for line in text.decode("utf-8", errors="replace").splitlines():
-            self._keep(plain(line))
 
 
 def private_file(descriptor: int, mode: str) -> FileIO:

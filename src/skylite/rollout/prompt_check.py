@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skylite.config.train import TrainConfig
-from skylite.data.chat_tokenizer import ChatTemplate, ChatTokenizer, prompt_end, too_long
+from skylite.data.chat_tokenizer import ChatTemplate, ChatTokenizer, too_long
 from skylite.errors import DataError, ModelError
 from skylite.notes import Note, notes_of, warning
 from skylite.types import Message, Prompt
@@ -36,7 +36,7 @@ def check_prompts(
 ) -> CheckedPrompts:
     """The prompts that fit, counted by their tokens. Raises DataError for long ones."""
     notes = completion_notes(
-        prompt_end(tokenizer, train[0].messages), tokenizer.hides_thinking, config.reward.prefill
+        tokenizer.prompt_end(train[0].messages), tokenizer.hides_thinking, config.reward.prefill
     )
     limit = config.rollout.max_prompt_tokens
     counts = too_long(tokenizer, train, limit) | too_long(tokenizer, held_out, limit)

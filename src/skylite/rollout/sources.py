@@ -241,7 +241,7 @@ class OfflineSource:
         held_out: Sequence[Prompt],
     ) -> CheckedPrompts:
         limit = config.max_sequence_tokens
-        counts = Offline(config, tokenizer, model_path).too_long([*train, *held_out], limit)
+        counts = Offline(config, tokenizer).too_long([*train, *held_out], limit)
         name = f"rollout.max_prompt_tokens + rollout.max_completion_tokens={limit}"
         return fitting_prompts(config, train, held_out, counts, name)
 
@@ -254,7 +254,7 @@ class OfflineSource:
         logs: Path,
         supervisor: Supervisor,
     ) -> AsyncIterator[RolloutSource]:
-        yield Offline(scored.config, tokenizer, model_path)
+        yield Offline(scored.config, tokenizer)
 
 
 def _prompt(row: Chat | Pair, **replies: str) -> Prompt:
