@@ -275,7 +275,7 @@ async def start_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> Ch
         canary_sequences, tokenizer, plan.train, plan.resolved.placement.dtype
     )
     if plan.config.source.name == "offline" and plan.held_out:
-        rows = Offline(plan.config, tokenizer, plan.resolved.model.path)
+        rows = Offline(plan.config, tokenizer)
         request = GroupRequest(model="", version=0, engines=[], temperature=1.0)
         write_rollouts(plan.run.held_out_path, await rows.sample(plan.held_out, request))
     write_json(plan.run.canary_path, {"sequences": sequences, "longest_prompt_tokens": longest})
