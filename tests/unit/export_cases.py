@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,33 @@ def publish(folder: Path, model: Path, version: int, scale: float) -> None:
 
 def flags(run: RunDir, **changes: Any) -> ExportFlags:
     given: dict[str, Any] = {
-        "run": run.root, "step": None, "best": False, "merge": False, "dtype": None,
-        "out": None, "base_name": None,
+        "run": run.root, "step": None, "best": False, "merge": False, "gguf": False, "dtype": None,
+        "out": None, "base_name": None, "push": None, "public": False,
     }  # fmt: skip
     return ExportFlags(**(given | changes))
+
+
+def install_converter(folder: Path, monkeypatch: Any) -> Path:
+    """Put a converter of Llama models on the PATH, and return it (tests/fakes/convert_hf_to_gguf.py).
+
+    Like llama.cpp's it imports a package beside it. The environment is that of the command line.
+    """
+    import sys
+
+    folder.mkdir()
+    program = folder / "convert_hf_to_gguf.py"
+    source = Path(__file__).parents[1] / "fakes" / "convert_hf_to_gguf.py"
+    code = source.read_text(encoding="utf-8").replace(
+        "import numpy", "import conversion  # noqa\nimport numpy", 1
+    )
+    assert "import conversion" in code
+    program.write_text(f"#!{sys.executable}\n{code}", encoding="utf-8")
+    (folder / "conversion").mkdir()
+    (folder / "conversion" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return program
 
 
 def record(folder: Path) -> dict[str, Any]:

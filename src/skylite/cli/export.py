@@ -1,4 +1,4 @@
-"""Export an adapter as a PEFT folder, or as merged weights.
+"""Export an adapter as a PEFT folder, merged weights or GGUF.
 
 Adds a model card. Loads the result again and compares its logprobs with the trainer's. Writes a complete
 folder or nothing.
@@ -16,15 +16,20 @@ import typer
 
 from skylite.cli.options import WHICH, AsJson, RunOrNewest, Step, newest_run
 from skylite.config.provenance import Provenance
+from skylite.errors import ConfigError
 from skylite.export.plan import ExportFlags, plan_export
+from skylite.export.push import check_push
+from skylite.export.push import push as upload
 from skylite.export.run import export as write_export
+from skylite.processes.file_tree import tree_bytes
+from skylite.progress_reporting import long_work
 from skylite.rollout.trusted_programs import allowed_launcher
 from skylite.ui.logs import show
 
 logger = logging.getLogger(__name__)
 
 
-FORM = "What to write"
+FORM, PUBLISH = "What to write", "Check and upload"
 Best = Annotated[
     bool,
     typer.Option("--best", help="The kept version with the highest held-out score.", rich_help_panel=WHICH),
@@ -44,6 +49,14 @@ Dtype = Annotated[
         rich_help_panel=FORM,
     ),
 ]
+Gguf = Annotated[
+    bool,
+    typer.Option(
+        "--gguf",
+        help="A GGUF file of the merged weights, by llama.cpp's converter.",
+        rich_help_panel=FORM,
+    ),
+]
 Out = Annotated[
     Path | None, typer.Option(help="Folder to write. Default: RUN/exports/NAME.", rich_help_panel=FORM)
 ]
@@ -55,7 +68,18 @@ BaseName = Annotated[
     ),
 ]
 CheckVllm = Annotated[
-    bool, typer.Option("--check-vllm", help="Also check the export in vLLM.", rich_help_panel=FORM)
+    bool, typer.Option("--check-vllm", help="Also check the export in vLLM.", rich_help_panel=PUBLISH)
+]
+Push = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OWNER/NAME",
+        help="Upload to the hub, with the token in HF_TOKEN. Default: no upload.",
+        rich_help_panel=PUBLISH,
+    ),
+]
+Public = Annotated[
+    bool, typer.Option("--public", help="Create the repository public.", rich_help_panel=PUBLISH)
 ]
 
 
@@ -65,18 +89,24 @@ def export(
     best: Best = False,
     merge: Merge = False,
     dtype: Dtype = None,
+    gguf: Gguf = False,
     out: Out = None,
     base_name: BaseName = None,
     check_vllm: CheckVllm = False,
+    push: Push = None,
+    public: Public = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the folder and print what its checks measured."""
+    """Write the folder, print what its checks measured, and push it if asked."""
     flags = ExportFlags(
-        run=target or newest_run(), step=step, best=best, merge=merge, dtype=dtype, out=out,
-        base_name=base_name,
+        run=target or newest_run(), step=step, best=best, merge=merge, gguf=gguf, dtype=dtype, out=out,
+        base_name=base_name, push=push, public=public,
     )  # fmt: skip
+    if check_vllm and gguf and not merge:
+        raise ConfigError("--check-vllm cannot check a GGUF file.", "Remove it, or add --merge.")
+    token = check_push(push) if push is not None else ""
     plan = plan_export(flags)
-    form = "merged weights" if plan.merge else "the adapter"
+    form = "merged weights" if plan.has_merged_weights else "the adapter"
     logger.info(f"exporting {form} of {plan.name} for {plan.base_name} to {plan.out}")
     launcher = None
     if check_vllm:
@@ -86,8 +116,16 @@ def export(
         logger.info(str(check))
         if check.note:
             logger.warning(check.note)
-    if as_json:
-        facts = {"name": plan.name, "folder": str(plan.out), "checks": [asdict(check) for check in checks]}
-        show(json.dumps(facts))
-    else:
+    facts = {"name": plan.name, "folder": str(plan.out), "checks": [asdict(check) for check in checks]}
+    if not as_json:
         show(f"exported {plan.name} to {plan.out}")
+    if push is not None:
+        message = f"{plan.name} of a skylite run ({plan.out.name})"
+        size = tree_bytes(plan.out)
+        with long_work(f"pushing {size / 1e6:.0f} MB to {push}"):
+            address = upload(plan.out, push, token, public=public, message=message)
+        facts["pushed_to"] = address
+        if not as_json:
+            show(f"pushed to {address}")
+    if as_json:
+        show(json.dumps(facts))

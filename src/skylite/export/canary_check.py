@@ -161,16 +161,20 @@ def flat(rows: Rows) -> list[float]:
     return [x for row in rows for x in row]
 
 
-def load_float32(folder: Path) -> Any:
+def load_float32(folder: Path, **options: Any) -> Any:
     """A local transformers model in float32. Never runs code from the folder."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # skylite shows its own
+    # The bar of GGUF files ignores that.
+    modeling_gguf_pytorch_utils.tqdm = lambda items, **_: items
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
     try:
-        model = load(str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False)
+        model = load(
+            str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False, **options
+        )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(
             f"transformers cannot load {folder}: {type(error).__name__} {error}.",

@@ -48,9 +48,10 @@ def model_card(plan: ExportPlan, data: PromptFileInfo | None, checks: Sequence[C
 def front_matter(plan: ExportPlan) -> str:
     from huggingface_hub import ModelCardData
 
+    library = "transformers" if plan.merge else "gguf" if plan.gguf else "peft"
     card = ModelCardData(
         base_model=None if plan.is_base_local else plan.base_name,
-        library_name="transformers" if plan.merge else "peft",
+        library_name=library,
         pipeline_tag="text-generation",
         tags=["lora", "reinforcement-learning", plan.run_config.config.algorithm.name, "skylite"],
     )
@@ -58,7 +59,10 @@ def front_matter(plan: ExportPlan) -> str:
 
 
 def what_it_is(plan: ExportPlan) -> str:
-    kind = f"Merged weights ({plan.dtype})" if plan.merge else "A LoRA adapter"
+    kind = "A LoRA adapter"
+    if plan.has_merged_weights:
+        forms = [f for f, wanted in (("safetensors", plan.merge), ("GGUF", plan.gguf)) if wanted]
+        kind = f"Merged weights ({plan.dtype}, {' and '.join(forms)})"
     config = plan.run_config.config
     return (
         f"{kind} for {code(shown_base(plan))}, trained with {code(config.algorithm.name)} on verifiable "
@@ -75,6 +79,8 @@ def shown_base(plan: ExportPlan) -> str:
 def use(plan: ExportPlan) -> str:
     rank = plan.manifest.rank
     reserved = served_rank(plan.run_config.config.lora.rank)
+    if plan.gguf and not plan.merge:
+        return f"```bash\nllama-cli -m {plan.name}-{plan.dtype}.gguf\n```"
     if plan.merge:
         return (
             "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"

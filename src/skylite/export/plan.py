@@ -16,6 +16,7 @@ from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError, ModelError
 from skylite.evaluation.confidence_interval import score_name, score_value
+from skylite.export.gguf import find_converter
 from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, model_files, resolve_model, tensor_shapes
 from skylite.processes.hardware import DTYPE_BYTES, available_memory
 from skylite.run.files import format_bytes
@@ -39,9 +40,12 @@ class ExportFlags:
     step: int | None
     best: bool
     merge: bool
+    gguf: bool
     dtype: str | None
     out: Path | None
     base_name: str | None
+    push: str | None
+    public: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,7 @@ class ExportPlan:
     is_binary: bool
     """The scores are accuracies."""
     merge: bool
+    gguf: bool
     dtype: Dtype
     """Of merged weights."""
     num_parameters: int
@@ -71,15 +76,20 @@ class ExportPlan:
         return self.served.adapter.name
 
     @property
+    def has_merged_weights(self) -> bool:
+        return self.merge or self.gguf
+
+    @property
     def num_bytes(self) -> int:
         """Disk space while it is written."""
         adapter = self.manifest.weights_bytes + sum(f.stat().st_size for f in prompt_files(self.base.path))
-        return adapter + self.merge * self.num_parameters * DTYPE_BYTES[self.dtype]
+        copies = 2 if self.gguf else int(self.merge)
+        return adapter + copies * self.num_parameters * DTYPE_BYTES[self.dtype]
 
 
 def plan_export(flags: ExportFlags) -> ExportPlan:
     """Check the flags, the adapter, the base model, memory and the place. Raises SkyliteError subclasses."""
-    if flags.dtype is not None and not flags.merge:
+    if flags.dtype is not None and not (flags.merge or flags.gguf):
         raise ConfigError(
             f"--dtype {flags.dtype} is for merged weights, and an adapter keeps its own.",
             "Add --merge, or remove --dtype.",
@@ -89,14 +99,15 @@ def plan_export(flags: ExportFlags) -> ExportPlan:
             f"{flags.run} is an adapter folder; export needs the run, for its canary and its settings.",
             "Give the run folder, with --step for another version than the newest.",
         )
+    if flags.gguf:
+        find_converter()
     served = find_adapter(flags.run, chosen_step(flags))
     assert served.run is not None, "find_adapter read a run"
     assert served.run_config is not None, "find_adapter read a run"
     out = flags.out or default_out(served, served.run, flags)
     manifest = read_manifest(served.adapter.path, verify_hash=False)  # find_adapter has verified it
     base = recorded_base(served.run_config, manifest)
-    config, revision = served.run_config.config, served.run_config.resolved.model.revision
-    base_name = flags.base_name or (str(base.path) if revision is None else config.model.name)
+    base_name, is_local = name_of_base(flags.base_name, served.run_config, base, flags.push)
     plan = ExportPlan(
         run=served.run,
         run_config=served.run_config,
@@ -104,10 +115,11 @@ def plan_export(flags: ExportFlags) -> ExportPlan:
         manifest=manifest,
         base=base,
         base_name=base_name,
-        is_base_local=revision is None if flags.base_name is None else os.path.isdir(flags.base_name),
+        is_base_local=is_local,
         scores=held_out_scores(served.run, served.run_config.config.eval),
         is_binary=scores_are_binary(served.run),
         merge=flags.merge,
+        gguf=flags.gguf,
         dtype=checked_dtype(flags.dtype) or dtype_of(base.path),
         num_parameters=sum(math.prod(shape) for shape in tensor_shapes(base.path).values()),
         out=out.absolute(),
@@ -163,6 +175,24 @@ def recorded_base(run_config: RunConfig, manifest: Manifest) -> ResolvedModel:
     return base
 
 
+def name_of_base(
+    given: str | None, run_config: RunConfig, base: ResolvedModel, push: str | None
+) -> tuple[str, bool]:
+    """How the export names its base, and whether that is a local folder. Raises ConfigError."""
+    name = run_config.config.model.name
+    is_hub_id = run_config.resolved.model.revision is not None
+    if given is not None:
+        return given, os.path.isdir(given)
+    if is_hub_id:
+        return name, False
+    if push is not None:
+        raise ConfigError(
+            f"The base model of this run is the local folder {base.path}, which nobody else can load.",
+            "Name it as on the hub: --base-name OWNER/NAME.",
+        )
+    return str(base.path), True
+
+
 def checked_dtype(given: str | None) -> Dtype | None:
     for name in get_args(Dtype):
         if given == name:
@@ -183,8 +213,8 @@ def dtype_of(base: Path) -> Dtype:
 def default_out(served: ServedAdapter, run: RunDir, flags: ExportFlags) -> Path:
     """In RUN/exports, such as `policy-v000020-merged-float32`. Raises ConfigError if a link leads out."""
     require_own_place(run.root, run.exports)
-    kind = "merged" if flags.merge else "peft"
-    return run.exports / "-".join([served.adapter.name, kind, *([flags.dtype] if flags.dtype else [])])
+    kinds = [kind for kind, wanted in (("merged", flags.merge), ("gguf", flags.gguf)) if wanted] or ["peft"]
+    return run.exports / "-".join([served.adapter.name, *kinds, *([flags.dtype] if flags.dtype else [])])
 
 
 def check_memory(plan: ExportPlan) -> None:

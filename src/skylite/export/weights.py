@@ -20,6 +20,7 @@ from skylite.export.canary_check import (
     model_logprobs,
     versions,
 )
+from skylite.export.gguf import check_gguf, convert_to_gguf
 from skylite.export.plan import ExportPlan, adapter_weights, prompt_files
 from skylite.hub.resolve import check_folder as check_model_folder
 from skylite.processes.file_tree import remove_tree
@@ -33,11 +34,21 @@ TEMPLATE, OLD_TEMPLATE, TOKENIZER = "chat_template.jinja", "chat_template.json",
 
 def export_weights(plan: ExportPlan, folder: Path) -> list[Check]:
     """Write what the plan asks for into `folder` and check it. Raises SkyliteError subclasses."""
-    if plan.merge:
-        return write_merged(plan, folder)
-    write_adapter(plan, folder, plan.base_name)
-    with long_work("loading the base model and the adapter in float32"):
-        return [load_adapted(plan, folder).check]
+    if not plan.has_merged_weights:
+        write_adapter(plan, folder, plan.base_name)
+        with long_work("loading the base model and the adapter in float32"):
+            return [load_adapted(plan, folder).check]
+    merged = folder if plan.merge else folder / "merged"
+    checks, merged_logprobs = write_merged(plan, merged)
+    if plan.gguf:
+        file = folder / f"{plan.name}-{plan.dtype}.gguf"
+        with long_work("converting to GGUF"):
+            convert_to_gguf(merged, file, plan.dtype)
+        with long_work("loading the GGUF file"):
+            checks += check_gguf(file, plan.manifest.canary, merged_logprobs)
+        if not plan.merge:
+            remove_tree(merged)
+    return checks
 
 
 def write_adapter(plan: ExportPlan, folder: Path, base_name: str) -> None:
@@ -105,8 +116,11 @@ def load_adapted(plan: ExportPlan, adapter: Path) -> Adapted:
     return Adapted(adapted, base, check)
 
 
-def write_merged(plan: ExportPlan, folder: Path) -> list[Check]:
-    """Merge in float32, check, cast, save, and check what was saved."""
+def write_merged(plan: ExportPlan, folder: Path) -> tuple[list[Check], list[list[float]]]:
+    """Merge in float32, check, cast, save, and check what was saved.
+
+    Returns the checks, and the logprobs [S][L - 1] of the canary with the weights as they were cast.
+    """
     import torch
 
     temporary = folder / "adapter"
@@ -132,7 +146,7 @@ def write_merged(plan: ExportPlan, folder: Path) -> list[Check]:
     gc.collect()
     copy_prompt_files(plan, folder)
     with long_work("loading the merged model"):
-        return [*checks, check_folder(plan, folder, rounded, base)]
+        return [*checks, check_folder(plan, folder, rounded, base)], rounded
 
 
 def check_folder(

@@ -120,3 +120,21 @@ def download_bar(work: LongWork) -> type[Any]:
                 work.advance(int(n or 0))
 
     return Bar
+
+
+@contextmanager
+def without_hub_bars() -> Iterator[None]:
+    """Hide the bars of calls that take no `tqdm_class`: they know nothing of --quiet."""
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
+    were_shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_shown:
+            enable_progress_bars()
