@@ -21,7 +21,7 @@ SHARE_TOKENIZERS = {
     "test_chat_template",
     "test_context_length",
     "test_data_as_people_have_it",
-    "test_device_defaults",
+    "test_plan",
     "test_doc_commands",
     "test_dry_run",
     "test_folder_owner",

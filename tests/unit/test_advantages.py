@@ -45,10 +45,6 @@ def test_advantages_of_a_group(name, expected):
     assert advantages_of(name, [REWARDS], [LENGTHS])[0] == pytest.approx(expected, rel=1e-6)
 
 
-def test_every_group_advantage_is_tested():
-    assert set(GROUP_ADVANTAGES) == {"grpo", "dr_grpo", "rloo", "maxrl", "opo", "reinforce++-baseline"}
-
-
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "maxrl", "opo"])
 def test_groups_are_independent_and_equal_rewards_give_zeros(name):
     alone = advantages_of(name, [REWARDS], [LENGTHS])[0]

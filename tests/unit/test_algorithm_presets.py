@@ -1,5 +1,7 @@
 """algorithm.name fills in the other algorithm settings; explicit settings override it."""
 
+from typing import get_args
+
 import pytest
 from pydantic import ValidationError
 
@@ -9,56 +11,34 @@ from skylite.algorithms.losses import (
     AGGREGATIONS,
     POLICY_LOSSES,
 )
+from skylite.config import algorithm
 from skylite.config.algorithm import PRESETS, AlgorithmConfig
+from skylite.config.rollout import RewardParameters
+from skylite.rewards.built_in import BUILT_IN
 
 DEFAULTS = AlgorithmConfig().model_dump()
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        ("grpo", {}),
-        ("bnpo", {}),
-        ("dr_grpo", {"advantage": "dr_grpo", "aggregation": "fixed-length"}),
-        ("dapo", {"clip_eps_high": 0.28, "zero_std_groups": "resample", "overlong_buffer_frac": 0.2}),
-        (
-            "gspo",
-            {
-                "policy_loss": "gspo",
-                "aggregation": "seq-mean-token-mean",
-                "clip_eps_low": 3e-4,
-                "clip_eps_high": 4e-4,
-            },
-        ),
-        ("cispo", {"policy_loss": "cispo", "clip_eps_low": 1.0, "clip_eps_high": 4.0}),
-        ("sapo", {"policy_loss": "sapo", "aggregation": "seq-mean-token-mean"}),
-        ("rloo", {"advantage": "rloo", "aggregation": "seq-mean-token-sum"}),
-        ("reinforce++", {"advantage": "reinforce++"}),
-        ("reinforce++-baseline", {"advantage": "reinforce++-baseline"}),
-        ("maxrl", {"advantage": "maxrl"}),
-        ("opo", {"advantage": "opo"}),
-        ("ppo", {"advantage": "gae"}),
-        ("clip_cov", {"policy_loss": "clip_cov"}),
-        ("kl_cov", {"policy_loss": "kl_cov"}),
-        ("sft", {}),
-        ("dpo", {}),
-    ],
-)
-def test_the_name_sets_its_row_and_nothing_else(name, row):
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_name_sets_its_row_and_nothing_else(name):
     config = AlgorithmConfig(name=name)
-    assert config.model_dump() == {**DEFAULTS, "name": name, **row}
+    assert config.model_dump() == {**DEFAULTS, "name": name, **PRESETS[name]}
     assert AlgorithmConfig.model_validate(config.model_dump()) == config
     assert AlgorithmConfig.model_validate_json(config.model_dump_json()) == config
 
 
-def test_every_preset_and_choice_is_implemented():
-    assert len(PRESETS) == 17
-    for name in PRESETS:
-        config = AlgorithmConfig(name=name)
-        assert config.policy_loss in POLICY_LOSSES
-        assert config.aggregation in AGGREGATIONS
-        assert config.advantage in {*GROUP_ADVANTAGES, "reinforce++", "gae"}
-        assert config.kl_estimator in KL_ESTIMATORS
+def test_every_choice_has_a_function() -> None:
+    along_trajectories = {"reinforce++", "gae"}  # Algorithm.credit_tokens computes these
+    assert set(get_args(algorithm.Advantage)) == set(GROUP_ADVANTAGES) | along_trajectories
+    assert set(get_args(algorithm.PolicyLoss)) == set(POLICY_LOSSES)
+    assert set(get_args(algorithm.Aggregation)) == set(AGGREGATIONS)
+    assert set(get_args(AlgorithmConfig.model_fields["kl_estimator"].annotation)) == set(KL_ESTIMATORS)
+
+
+def test_every_reward_has_a_function_of_its_own() -> None:
+    parameters = RewardParameters(pattern="x", max_length=5)
+    functions = [reward.function(parameters) for reward in BUILT_IN.values()]
+    assert len({getattr(f, "__qualname__", type(f).__name__) for f in functions}) == len(BUILT_IN)
 
 
 def test_an_explicit_field_overrides_the_preset_even_with_the_default_value():

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -51,11 +50,12 @@ class ScoredData:
     notes: Sequence[Note] = ()
 
 
-class Source(Protocol):
-    """A rollout source before it runs."""
+class Source:
+    """A rollout source before it runs. Unless it says otherwise, it reads prompts and nothing scores them."""
 
     def read(self, config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
         """The rows of a split of data.path, and its footer. Raises DataError."""
+        return read_prompts(split_path(config, split), difficulty=tuple(config.data.difficulty))
 
     def allow(
         self,
@@ -75,9 +75,11 @@ class Source(Protocol):
 
         Raises ConfigError or DataError.
         """
+        return ScoredData(config=config, rewards=())
 
     def check_rewards(self, scored: ScoredData, info: PromptFileInfo, train: Sequence[Prompt]) -> list[Note]:
         """Call what scores, where that is cheap. Returns notes. Raises SkyliteError subclasses."""
+        return []
 
     def check_prompts(
         self,
@@ -88,6 +90,7 @@ class Source(Protocol):
         held_out: Sequence[Prompt],
     ) -> CheckedPrompts:
         """The prompts that fit. Raises ModelError if the template refuses one, DataError for long ones."""
+        raise NotImplementedError
 
     def running(
         self,
@@ -98,16 +101,10 @@ class Source(Protocol):
         supervisor: Supervisor,
     ) -> AbstractAsyncContextManager[RolloutSource]:
         """The source, whose processes end with the block. The caller closes `tokenizer` afterwards."""
+        raise NotImplementedError
 
 
-class SampledSource:
-    """Prompts that the model answers."""
-
-    def read(self, config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
-        return read_prompts(split_path(config, split), difficulty=tuple(config.data.difficulty))
-
-
-class SingleTurnSource(SampledSource):
+class SingleTurnSource(Source):
     """One completion a trajectory, scored by reward functions."""
 
     def allow(
@@ -159,7 +156,7 @@ class SingleTurnSource(SampledSource):
             pool.close()
 
 
-class EpisodesSource(SampledSource):
+class EpisodesSource(Source):
     """Programs that talk to the model in turns and give the reward themselves."""
 
     def allow(
@@ -176,10 +173,6 @@ class EpisodesSource(SampledSource):
         check_episode_data(spec, info.reward, str(data))
         return ScoredData(config=config, rewards=(spec,), programs=programs)
 
-    def check_rewards(self, scored: ScoredData, info: PromptFileInfo, train: Sequence[Prompt]) -> list[Note]:
-        """Episodes are not called: they need a model."""
-        return []
-
     def check_prompts(
         self,
         tokenizer: ChatTokenizer,
@@ -192,22 +185,18 @@ class EpisodesSource(SampledSource):
         tokenizer.encode_chats([[{"role": "user", "content": "Hello"}]])
         return CheckedPrompts(train=train, held_out=held_out)
 
-    @contextlib.asynccontextmanager
-    async def running(
+    def running(
         self,
         scored: ScoredData,
         tokenizer: ChatTokenizer,
         model_path: Path,
         logs: Path,
         supervisor: Supervisor,
-    ) -> AsyncIterator[RolloutSource]:
-        async with episodes_running(
-            scored.config, tokenizer, model_path, scored.programs, logs, supervisor
-        ) as source:
-            yield source
+    ) -> AbstractAsyncContextManager[RolloutSource]:
+        return episodes_running(scored.config, tokenizer, model_path, scored.programs, logs, supervisor)
 
 
-class OfflineSource:
+class OfflineSource(Source):
     """Prepared chats or pairs. No engine, no reward."""
 
     def read(self, config: TrainConfig, split: str) -> tuple[list[Prompt], PromptFileInfo]:
@@ -217,20 +206,6 @@ class OfflineSource:
             return [_prompt(pair, chosen=pair.chosen, rejected=pair.rejected) for pair in pairs], info
         chats, info = read_chats(path)
         return [_prompt(chat) for chat in chats], info
-
-    def allow(
-        self,
-        config: TrainConfig,
-        info: PromptFileInfo,
-        *,
-        data: Path,
-        provenance: Provenance,
-        keep: Collection[str],
-    ) -> ScoredData:
-        return ScoredData(config=config, rewards=())
-
-    def check_rewards(self, scored: ScoredData, info: PromptFileInfo, train: Sequence[Prompt]) -> list[Note]:
-        return []
 
     def check_prompts(
         self,
