@@ -15,7 +15,7 @@ from skylite.config.checkpoint import EvalConfig
 from skylite.config.loading import read_run_config
 from skylite.config.optim import OptimConfig
 from skylite.errors import DataError
-from skylite.loggers.follow import common_steps, numbers, open_journal
+from skylite.loggers.follow import fingerprint, numbers, open_journal
 from skylite.model.process_group import Dist
 from skylite.report.html import page_data, page_html
 from skylite.report.read_run import read_facts
@@ -152,12 +152,11 @@ def _read_for_logger(folder: Path) -> None:
         path.write_bytes((folder / "name.jsonl").read_bytes())
         journal = open_journal(path)
         assert journal is not None
-        assert journal.lock is not None
         with closing(journal.lock):
-            if common_steps(journal.steps, steps) < journal.last_step:
-                journal.go_back(1)
             for step in steps:
+                fingerprint(step)
                 numbers(step)
+            journal.start_over("again")
 
 
 def _prepare_report(folder: Path) -> None:

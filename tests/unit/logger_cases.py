@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from skylite.config.loading import read_run_config
 from skylite.loggers.follow import Follower, open_journal
-from skylite.loggers.writers import LoggedSample, LoggerRun, NewFolder, Writer
+from skylite.loggers.writers import LoggedSample, LoggerRun, Writer
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.types import Call, Group, Message, Prompt, Trajectory
@@ -55,12 +55,7 @@ def set_accuracy(run: RunDir, version: int, accuracy: float) -> None:
 class MemoryWriter(Writer):
     """Remembers what it gets."""
 
-    can_go_back: ClassVar[bool] = True
     calls: ClassVar[list[tuple[Any, ...]]] = []
-
-    @staticmethod
-    def new_folder(offline: bool) -> NewFolder:
-        return NewFolder.EACH_START
 
     def __init__(self, run: LoggerRun) -> None:
         self.run = run
@@ -88,5 +83,4 @@ def log_once(run: RunDir, writer: type[Writer], name: str = "memory") -> None:
     one = follower(run, writer, name)
     one.catch_up()
     one.close()
-    assert one.journal.lock is not None
     one.journal.lock.close()

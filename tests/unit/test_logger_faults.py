@@ -26,7 +26,6 @@ from skylite.rollout.shutdown import StopRequest
 from skylite.run.run_dir import RunDir
 from tests.logs import logged_messages
 from tests.unit.logger_cases import logged_run, set_metrics
-from tests.unit.work_cases import parts, recorded_work
 
 FAKE_WANDB = """
 import errno, os, signal, sys, time
@@ -126,30 +125,23 @@ def test_a_second_logger_gets_every_step_beside_one_that_hangs_or_dies(
 ) -> None:
     run = run_with(tmp_path, monkeypatch, fault, to=("wandb", "swanlab"))
     began = time.monotonic()
-    with recorded_work() as found:
-        (message,), seconds = follow(
-            run, tmp_path / "got", grace_s=8.0, go_on=lambda: set_metrics(run, [0.1, 0.2, 0.3])
-        )
+    (message,), seconds = follow(
+        run, tmp_path / "got", grace_s=8.0, go_on=lambda: set_metrics(run, [0.1, 0.2, 0.3])
+    )
     assert "the logger wandb stopped" in message
     assert (tmp_path / "other").read_text().splitlines() == ["1", "2", "3", "finished"]
     assert seconds < 15.0, "the hang costs the time for the stop, no more"
     assert time.monotonic() - began < 60.0, "the run waited for no step of the logger that hangs"
-    (work,) = found
-    assert work.what.startswith("waiting for wandb, swanlab to finish, ")
-    assert work.total is not None
-    assert work.done <= work.total - 3, "wandb never got its 3 steps"
 
 
-def test_logging_afterwards_counts_the_steps_that_a_logger_lacks(
+def test_logging_afterwards_says_what_a_logger_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_with(tmp_path, monkeypatch, "pass")
     monkeypatch.setitem(writers.LIBRARIES, "wandb", ())
-    with recorded_work() as found:
-        log(run.root, "wandb")
-        set_metrics(run, [0.1, 0.2, 0.3, 0.4, 0.5])
-        log(run.root, "wandb", as_json=True)
-    assert parts(found) == [("logging to wandb", 2, 2), ("logging to wandb", 3, 3)]
+    log(run.root, "wandb")
+    set_metrics(run, [0.1, 0.2, 0.3, 0.4, 0.5])
+    log(run.root, "wandb", as_json=True)
     text, facts = capsys.readouterr().out.split("\n", 1)
     assert text == f"wandb has {run.root} up to step 2"
     assert json.loads(facts) == {"run": str(run.root), "last_step": 5, "logged": ["wandb"], "failed": {}}

@@ -17,7 +17,6 @@ import pytest
 
 from skylite.config.loading import read_run_config
 from skylite.config.log import LoggerName
-from skylite.loggers.follow import logged_steps
 from skylite.loggers.logger_processes import start_logger
 from skylite.loggers.writers import LIBRARIES
 from skylite.processes.child import ProcessSpec, kill, start
@@ -160,7 +159,7 @@ def test_a_logged_run_can_be_resumed_and_logged_again(tmp_path: Path, name: Logg
     process = start_logger(run, name, keep_following=True)
     try:
         deadline = time.monotonic() + 500
-        while not logged_steps(run.loggers / f"{name}.jsonl") and time.monotonic() < deadline:
+        while not logged_steps(run, name) and time.monotonic() < deadline:
             assert not process.failure()
             time.sleep(0.1)
     finally:
@@ -169,7 +168,7 @@ def test_a_logged_run_can_be_resumed_and_logged_again(tmp_path: Path, name: Logg
     log_in_child(run, name)
     require_own_folders(run, read_run_config(run.config_path))
     require_own_place(run.root, run.logs, run.loggers)
-    assert list(logged_steps(run.loggers / f"{name}.jsonl")) == [1, 2]
+    assert logged_steps(run, name) == [1, 2]
     print(*sorted(f"{p.relative_to(run.root)} -> {os.readlink(p)}" for p in links_below(run.root)), sep="\n")
 
 
@@ -208,9 +207,17 @@ def test_files_of_the_working_folder_choose_no_server(
     assert "stranger" not in (tmp_path / "log").read_text()
 
 
+def journal(run: RunDir, name: str) -> list[dict[str, Any]]:
+    path = run.loggers / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def journal_ids(run: RunDir, name: str) -> list[str]:
-    lines = map(json.loads, (run.loggers / f"{name}.jsonl").read_text().splitlines())
-    return [line["run_id"] for line in lines if "run_id" in line]
+    return [line["run_id"] for line in journal(run, name) if "run_id" in line]
+
+
+def logged_steps(run: RunDir, name: str) -> list[int]:
+    return [line["step"] for line in journal(run, name) if "step" in line]
 
 
 def leveldb_records(data: bytes) -> Iterator[bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -12,13 +12,9 @@ from skylite.cli.log import logger_names
 from skylite.errors import ConfigError, DataError, WriteFailed
 from skylite.loggers import follow, writers
 from skylite.loggers.follow import open_journal
-from skylite.loggers.writers import LoggerRun, NewFolder
+from skylite.loggers.writers import LoggerRun
 from tests.settings import load_config
 from tests.unit.logger_cases import MemoryWriter, follower, log_once, logged_run, set_accuracy, set_metrics
-
-
-class OneWayWriter(MemoryWriter):
-    can_go_back: ClassVar[bool] = False
 
 
 @pytest.fixture(autouse=True)
@@ -89,32 +85,20 @@ def test_a_step_trained_again_from_its_rollouts_is_not_logged_twice(tmp_path: Pa
     assert logged(calls) == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
 
 
-def test_after_at_the_curve_goes_back(tmp_path: Path, calls: list[Any]) -> None:
+def test_steps_that_are_sampled_again_start_another_run_with_the_history(
+    tmp_path: Path, calls: list[Any]
+) -> None:
     run = logged_run(tmp_path / "run", [0.1, 0.2, 0.3])
     log_once(run, MemoryWriter)
     set_metrics(run, [0.1, 0.7])  # --resume --at 1 samples step 2 again
     log_once(run, MemoryWriter)
-    assert logged(calls)[3:] == [(2, 0.7)]
-    assert calls[-4][:3] == ("open", "run", 1)
-    set_metrics(run, [0.1, 0.7, 0.8])
-    log_once(run, MemoryWriter)
-    assert logged(calls)[4:] == [(3, 0.8)]
-
-
-def test_a_logger_that_cannot_go_back_gets_another_run_with_the_history(
-    tmp_path: Path, calls: list[Any]
-) -> None:
-    run = logged_run(tmp_path / "run", [0.1, 0.2, 0.3])
-    log_once(run, OneWayWriter)
-    set_metrics(run, [0.1, 0.7])
-    log_once(run, OneWayWriter)
     assert ("open", "run-2", 0) in calls
     assert logged(calls)[3:] == [(1, 0.1), (2, 0.7)]
 
 
-def test_the_curve_goes_back_in_a_living_process(tmp_path: Path, calls: list[Any]) -> None:
+def test_a_living_process_starts_over(tmp_path: Path, calls: list[Any]) -> None:
     run = logged_run(tmp_path / "run", [0.1, 0.2])
-    one = follower(run, OneWayWriter)
+    one = follower(run, MemoryWriter)
     one.catch_up()
     set_metrics(run, [0.1, 0.9])
     one.catch_up()
@@ -137,7 +121,6 @@ def test_two_processes_never_log_one_run_to_one_logger(tmp_path: Path) -> None:
     path = tmp_path / "wandb.jsonl"
     first = open_journal(path)
     assert first is not None
-    assert first.lock is not None
     assert open_journal(path) is None
     first.lock.close()
     assert open_journal(path) is not None
@@ -177,8 +160,8 @@ class LocalWriter(MemoryWriter):
     """Would continue from its files."""
 
     @staticmethod
-    def new_folder(offline: bool) -> NewFolder:
-        return NewFolder.EACH_START_WITH_ALL_STEPS
+    def starts_over(offline: bool) -> bool:
+        return True
 
     def __init__(self, run: LoggerRun) -> None:
         super().__init__(run)

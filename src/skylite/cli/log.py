@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -13,17 +11,13 @@ from skylite.cli.options import AsJson, RunFolder
 from skylite.config.loading import read_run_config
 from skylite.config.log import LOGGER_NAMES, LoggerName
 from skylite.errors import ConfigError, RunFailed
-from skylite.loggers.follow import fingerprints
-from skylite.loggers.logger_processes import count_steps, start_logger
+from skylite.loggers.logger_processes import start_logger
 from skylite.loggers.writers import require_libraries
-from skylite.processes.child import poll
 from skylite.progress_reporting import long_work
 from skylite.run.metrics_file import read_metrics
 from skylite.run.own_folders import require_own_place
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import show
-
-POLL_S = 0.1
 
 
 def log(
@@ -40,7 +34,7 @@ def log(
     require_libraries(names)
     last, logged, failed = steps[-1]["step"], list[LoggerName](), dict[LoggerName, str]()
     for name in names:
-        if problem := _log_to(name, run, fingerprints(steps)):
+        if problem := _log_to(name, run):
             failed[name] = problem
         else:
             logged.append(name)
@@ -55,15 +49,12 @@ def log(
         raise RunFailed(f"Not logged to {problems}.", "Run the command again; no step is logged twice.")
 
 
-def _log_to(name: LoggerName, run: RunDir, steps: Mapping[int, str]) -> str:
+def _log_to(name: LoggerName, run: RunDir) -> str:
     """Log to one logger. Returns why it failed, or nothing."""
     process = start_logger(run, name, keep_following=False)
     try:
-        with long_work(f"logging to {name}") as work:
-            while poll(process.child) is None:
-                count_steps(work, [process], steps)
-                time.sleep(POLL_S)
-            count_steps(work, [process], steps)
+        with long_work(f"logging to {name}"):
+            process.child.process.wait()
         problem = process.failure()
     finally:
         process.end()

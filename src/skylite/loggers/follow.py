@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -33,7 +33,7 @@ from skylite.config.loading import read_run_config
 from skylite.config.log import LoggerName
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError, DataError, SkyliteError, convert_os_errors, error_line
-from skylite.loggers.writers import WRITERS, LoggedSample, LoggerRun, NewFolder, Writer
+from skylite.loggers.writers import WRITERS, LoggedSample, LoggerRun, Writer
 from skylite.processes.private_folders import open_lock
 from skylite.run.files import append_line, require_space
 from skylite.run.metrics_file import EVAL_METRIC, held_out_scores, read_metrics
@@ -87,8 +87,9 @@ class Follower:
     def _log_steps(self, lines: Sequence[Mapping[str, Any]]) -> None:
         if self._folder is None:
             self._folder = self._make_folder()
-        if (back_to := common_steps(self.journal.steps, lines)) < self.journal.last_step:
-            self._go_back(back_to)
+        logged = self.journal.steps
+        if any(m["step"] in logged and logged[m["step"]] != fingerprint(m) for m in lines):
+            self._start_over()
         writer = self.writer or self._open()
         for metrics in lines:
             if (step := metrics["step"]) > self.journal.last_step:
@@ -98,26 +99,18 @@ class Follower:
                     writer.log_samples(step, samples)
                 self.journal.add_step(step, fingerprint(metrics))
 
-    def _go_back(self, step: int) -> None:
-        """The steps after `step` were sampled again."""
-        last, old = self.journal.last_step, self.journal.name
+    def _start_over(self) -> None:
+        """Steps were sampled again, and a logger cannot forget: another run gets the whole history."""
+        old = self.journal.name
         self.close()
-        if self.writer_class.can_go_back:
-            self.journal.go_back(step)
-            logger.info(f"steps {step + 1} to {last} were sampled again: the curves go back to step {step}")
-        else:
-            self.journal.start_over(self._name())
-            logger.info(
-                f"steps {step + 1} to {last} were sampled again, and this logger cannot go back: the run "
-                f"continues as {self.journal.name}, with its history; {old} stays as it is"
-            )
+        self.journal.start_over(self._name())
+        logger.info(f"steps were sampled again: the run continues as {self.journal.name}, after {old}")
 
     def _make_folder(self) -> Path:
         folder = self.run.loggers / self.journal.path.stem
-        kind = self.writer_class.new_folder(self.recorded.config.log.offline)
-        if kind is NewFolder.EACH_START_WITH_ALL_STEPS:
+        if self.writer_class.starts_over(self.recorded.config.log.offline):
             self.journal.forget()
-        return folder if kind is NewFolder.NEVER else new_folder(folder)
+        return folder if self.writer_class.keeps_folder else new_folder(folder)
 
     def _open(self) -> Writer:
         journal, config = self.journal, self.recorded.config
@@ -169,18 +162,6 @@ class Follower:
         ]
 
 
-def common_steps(logged: Mapping[int, str], lines: Sequence[Mapping[str, Any]]) -> int:
-    """The last logged step that is still the run's.
-
-    A step that is missing in metrics.jsonl may be trained again from its rollouts, so it still counts.
-    """
-    for metrics in lines:
-        step = metrics["step"]
-        if step in logged and logged[step] != fingerprint(metrics):
-            return max((k for k in logged if k < step), default=0)
-    return max(logged, default=0)
-
-
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The values that make a curve: no texts, no null, which stands for NaN, and no held-out score."""
     return {key: float(value) for key, value in metrics.items() if _is_curve(key, value)}
@@ -216,18 +197,12 @@ def fingerprint(metrics: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def fingerprints(lines: Iterable[Mapping[str, Any]]) -> dict[int, str]:
-    """Step -> fingerprint."""
-    return {metrics["step"]: fingerprint(metrics) for metrics in lines}
-
-
 @dataclass(slots=True)
 class Journal:
     """What a logger has logged. The holder of its lock is the only one who logs."""
 
     path: Path
-    lock: FileIO | None = None
-    """None: only read."""
+    lock: FileIO
     run_id: str = ""
     name: str = ""
     """The run's name in the logger."""
@@ -256,11 +231,6 @@ class Journal:
             self.path.unlink(missing_ok=True)
         self.run_id, self.name, self.runs, self.steps, self.evaluated = "", "", 0, {}, set()
 
-    def go_back(self, step: int) -> None:
-        """Forget the steps after `step`, in the same run of the logger."""
-        self._append({"back_to": step})
-        self._forget_after(step)
-
     def add_step(self, step: int, print_: str) -> None:
         """The logger has this step."""
         self._append({"step": step, "fingerprint": print_})
@@ -279,16 +249,10 @@ class Journal:
             self.runs += 1
             self.run_id, self.name = line["run_id"], str(line["name"])
             self.steps, self.evaluated = {}, set()
-        elif "back_to" in line:
-            self._forget_after(int(line["back_to"]))
         elif "evaluated" in line:
             self.evaluated.add(int(line["evaluated"]))
         else:
             self.steps[int(line["step"])] = str(line["fingerprint"])
-
-    def _forget_after(self, step: int) -> None:
-        self.steps = {k: v for k, v in self.steps.items() if k <= step}
-        self.evaluated = {v for v in self.evaluated if v <= step}
 
     def _append(self, line: Mapping[str, Any]) -> None:
         append_line(self.path, json.dumps(line))
@@ -310,13 +274,6 @@ def open_journal(path: Path) -> Journal | None:
     journal = Journal(path, lock)
     _read(journal)
     return journal
-
-
-def logged_steps(path: Path) -> dict[int, str]:
-    """The steps that a logger has so far, while its process logs. Raises DataError for a damaged file."""
-    journal = Journal(path)
-    _read(journal)
-    return journal.steps
 
 
 def _read(journal: Journal) -> None:

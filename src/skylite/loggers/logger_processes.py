@@ -6,15 +6,13 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from skylite.config.log import LoggerName
-from skylite.errors import DataError, RunFailed
-from skylite.loggers.follow import END, logged_steps
+from skylite.errors import RunFailed
+from skylite.loggers.follow import END
 from skylite.processes.child import Child, ProcessSpec, describe_exit, kill, log_tail, poll, start
-from skylite.progress_reporting import LongWork
 from skylite.run.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -46,17 +44,9 @@ class LoggerProcess:
         tail = log_tail(self.child.spec.log_path, 1, self.child.log_start)
         return f"it {describe_exit(self.child)}" + (f": {tail}" if tail else "")
 
-    def steps_left(self, steps: Mapping[int, str]) -> int:
-        """How many of these fingerprints it has not logged yet. Its process reports a damaged journal."""
-        try:
-            logged = logged_steps(self.run.loggers / f"{self.name}.jsonl")
-        except DataError:
-            return len(steps)
-        return sum(logged.get(step) != found for step, found in steps.items())
-
     def report(self, problem: str) -> None:
         """Warn about a failure, once."""
-        if not self.is_reported:
+        if problem and not self.is_reported:
             self.is_reported = True
             log, root = self.child.spec.log_path, self.run.root
             logger.warning(
@@ -72,13 +62,6 @@ class LoggerProcess:
     def end(self) -> None:
         """Kill it, if it still runs."""
         kill(self.child)
-
-
-def count_steps(work: LongWork, processes: Sequence[LoggerProcess], steps: Mapping[int, str]) -> None:
-    """Set how many steps the loggers have of those that they lacked."""
-    left = sum(process.steps_left(steps) for process in processes)
-    work.total = max(work.total or 0, left)  # a logger that starts over lacks more than at first
-    work.done = work.total - left
 
 
 def start_logger(run: RunDir, name: LoggerName, *, keep_following: bool) -> LoggerProcess:

@@ -12,7 +12,6 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -60,27 +59,16 @@ class LoggedSample:
         return [self.question, self.completion, self.answer, self.reward]
 
 
-class NewFolder(Enum):
-    """When a logger gets an empty folder (follow.new_folder)."""
-
-    NEVER = "never"
-    """It adds files under names that nobody can foresee, and reads none."""
-    EACH_START = "each start"
-    """It continues its run by the id alone."""
-    EACH_START_WITH_ALL_STEPS = "each start, with all steps"
-    """It would continue from its files. They may be a stranger's, so it logs the whole run again."""
-
-
 class Writer(ABC):
     """One run in one logger. Any exception ends the logger, never the run."""
 
-    can_go_back: ClassVar[bool] = False
-    """Whether opening with a smaller `last_step` discards the later steps. If not, a new run is opened."""
+    keeps_folder: ClassVar[bool] = False
+    """It adds files under names that nobody can foresee, and reads none. The others get an empty folder."""
 
     @staticmethod
-    def new_folder(offline: bool) -> NewFolder:
-        """When the logger gets an empty folder."""
-        return NewFolder.EACH_START
+    def starts_over(offline: bool) -> bool:
+        """Whether each start logs the whole run again: the files it would continue may be a stranger's."""
+        return False
 
     @abstractmethod
     def __init__(self, run: LoggerRun) -> None: ...
@@ -101,11 +89,7 @@ class Writer(ABC):
 class TensorboardWriter(Writer):
     """Event files in RUN/loggers/tensorboard, one for each start, written without torch."""
 
-    can_go_back = True
-
-    @staticmethod
-    def new_folder(offline: bool) -> NewFolder:
-        return NewFolder.NEVER
+    keeps_folder = True
 
     def __init__(self, run: LoggerRun) -> None:
         from tensorboard.compat.proto.event_pb2 import SessionLog
@@ -114,7 +98,7 @@ class TensorboardWriter(Writer):
         # Without the suffix somebody could foresee the name, and put a link there.
         self._file = EventFileWriter(str(run.folder), filename_suffix=f".{uuid.uuid4().hex}")
         # Readers discard what earlier files hold from this step on.
-        self._add(run.last_step + 1, session_log=SessionLog(status=SessionLog.START))
+        self._add(run.last_step and run.last_step + 1, session_log=SessionLog(status=SessionLog.START))
         if not run.last_step:
             rows = [f"| {key} | {_escaped(str(value))} |" for key, value in run.config.items()]
             self._add_text("settings", "\n".join(["| setting | value |", "|---|---|", *rows]), 0)
@@ -194,9 +178,7 @@ class TrackioWriter(Writer):
     Trackio finds a run by its name, so the name ends with part of the id.
     """
 
-    @staticmethod
-    def new_folder(offline: bool) -> NewFolder:
-        return NewFolder.NEVER
+    keeps_folder = True
 
     def __init__(self, run: LoggerRun) -> None:
         if run.offline:
@@ -236,8 +218,8 @@ class MlflowWriter(Writer):
     """
 
     @staticmethod
-    def new_folder(offline: bool) -> NewFolder:
-        return NewFolder.EACH_START if _mlflow_server(offline) else NewFolder.EACH_START_WITH_ALL_STEPS
+    def starts_over(offline: bool) -> bool:
+        return not _mlflow_server(offline)
 
     def __init__(self, run: LoggerRun) -> None:
         from mlflow.tracking import MlflowClient

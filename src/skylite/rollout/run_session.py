@@ -28,7 +28,6 @@ from skylite.engine.watchdog import RestartPolicy
 from skylite.environments.offline_source import Offline
 from skylite.environments.source import GroupRequest
 from skylite.errors import (
-    DataError,
     OutOfMemory,
     SkyliteError,
     TrainerLost,
@@ -36,8 +35,7 @@ from skylite.errors import (
     convert_os_errors,
     write_failed,
 )
-from skylite.loggers.follow import fingerprints
-from skylite.loggers.logger_processes import LoggerProcess, count_steps, start_loggers
+from skylite.loggers.logger_processes import LoggerProcess, start_loggers
 from skylite.processes.child import ProcessSpec, Supervisor, poll
 from skylite.processes.file_tree import remove_tree
 from skylite.processes.hardware import threads_per_rank
@@ -59,7 +57,7 @@ from skylite.rollout.sources import source_for
 from skylite.run.files import write_json
 from skylite.run.metrics_file import null_to_nan, read_metrics
 from skylite.run.rollout_file import write_rollouts
-from skylite.run.run_dir import RunDir, adapter_name
+from skylite.run.run_dir import adapter_name
 from skylite.ui.dashboard import Screen
 from skylite.ui.end_message import finished_text, log_findings, stopped_text
 
@@ -308,7 +306,7 @@ async def loggers_running(plan: RunPlan, stop: StopRequest) -> AsyncIterator[Non
         watching.cancel()
         try:
             if processes:
-                await _finish(processes, plan.run, stop, plan.config.stop.grace_s)
+                await _finish(processes, stop, plan.config.stop.grace_s)
         finally:
             for process in processes:
                 process.end()
@@ -318,32 +316,21 @@ async def _watch(processes: Sequence[LoggerProcess]) -> None:
     """Report every logger that fails."""
     while True:
         for process in processes:
-            if problem := process.failure():
-                process.report(problem)
+            process.report(process.failure())
         await asyncio.sleep(WATCH_S)
 
 
-async def _finish(processes: Sequence[LoggerProcess], run: RunDir, stop: StopRequest, grace_s: float) -> None:
+async def _finish(processes: Sequence[LoggerProcess], stop: StopRequest, grace_s: float) -> None:
     for process in processes:
         process.finish()
     limit_s = stop.remaining_s(grace_s) if stop.requested.is_set() else FINISH_S
-    until, steps = time.monotonic() + limit_s, _recorded_steps(run)
+    until = time.monotonic() + limit_s
     names = ", ".join(process.name for process in processes)
-    with long_work(f"waiting for {names} to finish, {limit_s:.0f} s at most") as work:
+    with long_work(f"waiting for {names} to finish, {limit_s:.0f} s at most"):
         while any(poll(p.child) is None for p in processes) and not stop.forced.is_set():
             if time.monotonic() > until:
                 break
-            count_steps(work, processes, steps)
             await asyncio.sleep(POLL_S)
     for process in processes:
         is_late = poll(process.child) is None
-        if problem := "it did not end in time" if is_late else process.failure():
-            process.report(problem)
-
-
-def _recorded_steps(run: RunDir) -> dict[int, str]:
-    """Fingerprints of the run's steps; none if metrics.jsonl is damaged, which each logger reports."""
-    try:
-        return fingerprints(read_metrics(run.metrics_path))
-    except DataError:
-        return {}
+        process.report("it did not end in time" if is_late else process.failure())
