@@ -93,16 +93,6 @@ def test_fused_norms_and_mlps_equal_the_models(family: str, tmp_path: Path) -> N
     assert all("forward" not in vars(m) for m in fused.modules() if type(m).__name__.endswith("MLP"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_form_that_matches_the_model_is_chosen(family: str, tmp_path: Path, dist: Dist) -> None:
-    _, reasons = enable_shortcuts(
-        load_policy(resolved(make_tiny_model(tmp_path, family), tmp_path), settings(), dist), PROBE
-    )
-    gain = "1 + weight" if family == "gemma" else "weight"
-    assert any(r.startswith(f"norms: fused as {gain};") for r in reasons)
-    assert any(r.startswith("MLPs: fused as act(gate) * up;") for r in reasons)
-
-
 def test_an_unusual_mlp_is_not_fused(tmp_path: Path, dist: Dist, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(

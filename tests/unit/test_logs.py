@@ -35,12 +35,6 @@ def test_the_terminal_shows_info_and_names_warnings(capsys: pytest.CaptureFixtur
     assert capsys.readouterr() == ("", "skylite: a choice\nskylite: warning: a risk\n")
 
 
-def test_quiet_hides_info(capsys: pytest.CaptureFixture[str]) -> None:
-    configure_logging(logging.WARNING)
-    log_some()
-    assert capsys.readouterr() == ("", "skylite: warning: a risk\n")
-
-
 def test_verbose_shows_debug_with_time_and_logger(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logging(logging.DEBUG)
     log_some()

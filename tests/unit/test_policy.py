@@ -103,14 +103,6 @@ def test_an_unusual_lm_head_computes_full_logits(tmp_path: Path, dist: Dist):
     assert "head in chunks: False" in reasons[0]
 
 
-def test_prefix_tree_packing_is_chosen_for_each_family_and_computes_fewer_tokens(tmp_path: Path, dist: Dist):
-    for family in FAMILIES:
-        policy = policy_of(make_tiny_model(tmp_path / family, family), settings(), dist)
-        assert policy.packing == "tree", family
-        _, metrics = gradients_after_step(policy, settings(), dist)
-        assert metrics["tokens/unique"] < 0.5 * metrics["tokens/total"]
-
-
 def test_flex_attention_and_sdpa_give_the_same_logprobs_for_each_family(tmp_path: Path, dist: Dist):
     sequences = random_samples(0)
     for family in FAMILIES:

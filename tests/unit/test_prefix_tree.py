@@ -1,7 +1,6 @@
 """The prefix tree: shared tokens, the attention mask, and how a batch is split."""
 
 import random
-import time
 
 import numpy as np
 import pytest
@@ -136,17 +135,6 @@ def test_only_long_branches_are_split_from_their_trunk():
     assert sum(m.numel() for m in masks_of(two)) < 0.3 * 2 * (101 + 8 * 128) ** 2
     short = build_tree([[*stem, 1000 * i, 3, 4] for i, stem in enumerate(stems)], groups)
     assert [p.size for p in short.pieces] == [1, 101 + 24, 101 + 24]
-
-
-def test_a_large_step_is_packed_quickly():
-    rng = random.Random(0)
-    shared = [rng.randrange(1000) for _ in range(200)]
-    prompts = [shared + [rng.randrange(1000) for _ in range(60)] for _ in range(64)]
-    sequences = [p + [rng.randrange(1000) for _ in range(50)] for p in prompts for _ in range(8)]
-    started = time.process_time()
-    tree = build_tree(sequences, groups=[i // 8 for i in range(512)])
-    assert len(tree.token_ids) <= 200 + 64 * 60 + 512 * 50
-    assert time.process_time() - started < 0.5
 
 
 def test_a_history_that_branches_every_turn_is_compared_once(monkeypatch):

@@ -167,16 +167,6 @@ def test_a_log_gets_plain_lines(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("fast")
-def test_quiet_silences_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    configure_logging(logging.WARNING)
-    work_for(0.2)
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    work_for(0.2)
-    assert terminal.getvalue() == ""
-
-
-@pytest.mark.usefixtures("fast")
 def test_a_terminal_shows_one_line_and_clears_it(monkeypatch: pytest.MonkeyPatch) -> None:
     configure_logging()
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
