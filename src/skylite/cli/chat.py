@@ -10,16 +10,18 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
+from pydantic import Field
 
 from skylite.adapters.folder import ServedAdapter, find_adapter
 from skylite.cli.options import WHICH, Model, Step
-from skylite.cli.setting_flags import takes_settings
+from skylite.cli.setting_flags import Flags, takes_settings
+from skylite.config.base_section import Flag
 from skylite.config.provenance import Provenance
 from skylite.data.chat_tokenizer import run_template
 from skylite.data.prompts import first_messages, read_prompts
@@ -48,8 +50,7 @@ QUIT, RESET = "/quit", "/reset"
 SAMPLING = "Sampling"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatFlags:
+class ChatFlags(Flags):
     """The flags of `skylite chat`."""
 
     provenance: Provenance
@@ -58,26 +59,16 @@ class ChatFlags:
     ] = None
     model: Model = None
     step: Step = None
-    base: Annotated[
-        bool,
-        typer.Option("--base", help="Chat with the base model, without the adapter.", rich_help_panel=WHICH),
-    ] = False
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="Talk to a running `skylite serve`, e.g. http://127.0.0.1:8000. Default: start an engine.",
-            rich_help_panel=WHICH,
-        ),
-    ] = None
-    system: Annotated[
-        str | None,
-        typer.Option(
-            help="System prompt. Default: system prompt and examples of the training data.",
-            rich_help_panel=SAMPLING,
-        ),
-    ] = None
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.", rich_help_panel=SAMPLING)] = 0.7
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.", rich_help_panel=SAMPLING)] = 512
+    base: Annotated[bool, Flag("--base", WHICH)] = False
+    """Chat with the base model, without the adapter."""
+    url: Annotated[str | None, Flag("--url", WHICH)] = None
+    """Talk to a running `skylite serve`, e.g. http://127.0.0.1:8000. Default: start an engine."""
+    system: Annotated[str | None, Flag("--system", SAMPLING)] = None
+    """System prompt. Default: system prompt and examples of the training data."""
+    temperature: Annotated[float, Flag("--temperature", SAMPLING)] = Field(0.7, ge=0)
+    """0 is greedy."""
+    max_tokens: Annotated[int, Flag("--max-tokens", SAMPLING)] = Field(512, ge=1)
+    """Longest answer."""
 
 
 @takes_settings((), of="run")

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field
 
 from skylite.cli.help import Commands
 from skylite.cli.options import AsJson
-from skylite.cli.setting_flags import takes_settings
+from skylite.cli.setting_flags import Flags, takes_settings
+from skylite.config.base_section import Flag
 from skylite.config.loading import load_config
 from skylite.config.provenance import Provenance, Typed
 from skylite.config.train import TrainConfig
@@ -46,8 +48,7 @@ env = Commands()
 EPISODES = "Episodes and model"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckFlags:
+class CheckFlags(Flags):
     """The flags of `skylite env check`."""
 
     provenance: Provenance
@@ -58,18 +59,13 @@ class CheckFlags:
             "verifiers:NAME."
         ),
     ]
-    data: Annotated[Path, typer.Option(help="Folder written by `skylite prepare`.", rich_help_panel=EPISODES)]
-    episodes: Annotated[
-        int, typer.Option(min=1, help="Episodes to run, each twice.", rich_help_panel=EPISODES)
-    ] = 4
-    reply: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A reply of a scripted model, which needs no engine. Repeatable: the seed chooses one. With "
-            "--model that model plays too, afterwards. Default: no scripted model.",
-            rich_help_panel=EPISODES,
-        ),
-    ] = None
+    data: Annotated[Path, Flag("--data", EPISODES)]
+    """Folder written by `skylite prepare`."""
+    episodes: Annotated[int, Flag("--episodes", EPISODES)] = Field(4, ge=1)
+    """Episodes to run, each twice."""
+    reply: Annotated[list[str] | None, Flag("--reply", EPISODES)] = None
+    """A reply of a scripted model, which needs no engine. Repeatable: the seed chooses one. With --model that
+    model plays too, afterwards. Default: no scripted model."""
     as_json: AsJson = False
 
 

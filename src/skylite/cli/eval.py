@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import Field
 
 from skylite.adapters.folder import ServedAdapter, available_steps, find_adapter, find_versions
 from skylite.cli.options import (
@@ -24,7 +25,8 @@ from skylite.cli.options import (
     newest_run,
     numbers,
 )
-from skylite.cli.setting_flags import takes_settings
+from skylite.cli.setting_flags import Flags, takes_settings
+from skylite.config.base_section import Flag
 from skylite.config.loading import change_config, load_config
 from skylite.config.provenance import Provenance
 from skylite.config.train import TrainConfig
@@ -51,69 +53,33 @@ logger = logging.getLogger(__name__)
 PROBLEMS = "Problems and samples"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalFlags:
+class EvalFlags(Flags):
     """The flags of `skylite eval`."""
 
     provenance: Provenance
     target: Annotated[
         Path | None, typer.Argument(help="A run or an adapter folder. Default: the newest run.")
     ] = None
-    base: Annotated[
-        bool,
-        typer.Option(
-            "--base",
-            help="Evaluate the base model; with a run, compare its adapters with it.",
-            rich_help_panel=WHICH,
-        ),
-    ] = False
+    base: Annotated[bool, Flag("--base", WHICH)] = False
+    """Evaluate the base model; with a run, compare its adapters with it."""
     model: Model = None
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Folder written by `skylite prepare`. Repeatable. Default: that of the run.",
-            rich_help_panel=PROBLEMS,
-        ),
-    ] = None
-    split: Annotated[str, typer.Option(help="train, validation or test.", rich_help_panel=PROBLEMS)] = "test"
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Evaluate the first N problems of each data set only. Default: all.",
-            rich_help_panel=PROBLEMS,
-        ),
-    ] = None
-    n: Annotated[
-        int,
-        typer.Option(
-            "--n",
-            min=1,
-            help="Samples per problem. 1: greedy. More: temperature 1, with pass@k.",
-            rich_help_panel=PROBLEMS,
-        ),
-    ] = 1
+    data: Annotated[list[Path] | None, Flag("--data", PROBLEMS)] = None
+    """Folder written by `skylite prepare`. Repeatable. Default: that of the run."""
+    split: Annotated[str, Flag("--split", PROBLEMS)] = "test"
+    """train, validation or test."""
+    limit: Annotated[int | None, Flag("--limit", PROBLEMS)] = Field(None, ge=1)
+    """Evaluate the first N problems of each data set only. Default: all."""
+    n: Annotated[int, Flag("--n", PROBLEMS)] = Field(1, ge=1)
+    """Samples per problem. 1: greedy. More: temperature 1, with pass@k."""
     step: Step = None
-    steps: Annotated[
-        str,
-        typer.Option(
-            help="Several versions on one engine, e.g. 0,50,100. Compares with the first. "
-            "Default: one version.",
-            rich_help_panel=WHICH,
-        ),
-    ] = ""
-    all_steps: Annotated[
-        bool, typer.Option("--all", help="All versions that the run keeps.", rich_help_panel=WHICH)
-    ] = False
-    max_loras: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Adapters in the engine at once. More need more memory.", rich_help_panel=WHICH
-        ),
-    ] = 4
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of sampling and of the bootstrap.", rich_help_panel=PROBLEMS)
-    ] = 0
+    steps: Annotated[str, Flag("--steps", WHICH)] = ""
+    """Several versions on one engine, e.g. 0,50,100. Compares with the first. Default: one version."""
+    all_steps: Annotated[bool, Flag("--all", WHICH)] = False
+    """All versions that the run keeps."""
+    max_loras: Annotated[int, Flag("--max-loras", WHICH)] = Field(4, ge=1)
+    """Adapters in the engine at once. More need more memory."""
+    seed: Annotated[int, Flag("--seed", PROBLEMS)] = Field(0, ge=0)
+    """Seed of sampling and of the bootstrap."""
     as_json: AsJson = False
 
 
@@ -124,7 +90,7 @@ def eval(flags: EvalFlags) -> None:
     The first of reward.functions alone scores, unweighted, or the data's own reward. An environment's
     episodes score themselves: their first component counts.
     """
-    evaluate(flags if flags.target or flags.base else replace(flags, target=newest_run()))
+    evaluate(flags if flags.target or flags.base else flags.model_copy(update={"target": newest_run()}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, fields
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -105,10 +104,11 @@ class Commands(typer.Typer):
 
 
 def with_fields(function: Callable[..., None]) -> Callable[..., None]:
-    """The function with -v and -q, and with a flag for each field of its dataclass `flags`, if it has one."""
+    """The function with -v and -q, and with each of its `Flags` as a flag of its own, if it takes some."""
     own = dict(inspect.signature(function, eval_str=True).parameters)
     kind = own.pop("flags").annotation if "flags" in own else None
-    made = [] if kind is None else [_parameter(kind, field) for field in fields(kind)]
+    made = [] if kind is None else kind.parameters()
+    names = [parameter.name for parameter in made]
     if "verbose" not in own:
         made.append(inspect.Parameter("verbose", KEYWORD, default=None, annotation=Verbose))
 
@@ -116,19 +116,13 @@ def with_fields(function: Callable[..., None]) -> Callable[..., None]:
     def called(**values: Any) -> None:
         taken = {name: values[name] for name in own}
         if kind is not None:
-            taken["flags"] = kind(**{field.name: values[field.name] for field in fields(kind)})
+            taken["flags"] = kind(**{name: values[name] for name in names})
         function(**taken)
 
     parameters = [*(p.replace(kind=KEYWORD) for p in own.values()), *made]
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {p.name: p.annotation for p in parameters}
     return called
-
-
-def _parameter(kind: type, field: Field[Any]) -> inspect.Parameter:
-    default = inspect.Parameter.empty if field.default is MISSING else field.default
-    annotation = get_type_hints(kind, include_extras=True)[field.name]
-    return inspect.Parameter(field.name, KEYWORD, default=default, annotation=annotation)
 
 
 class Verbs(Mapping[str, Any]):

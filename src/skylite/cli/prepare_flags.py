@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import Field
 
 from skylite.cli.options import AsJson
+from skylite.cli.setting_flags import Flags
+from skylite.config.base_section import Flag
 from skylite.data.key_value_spec import REASONING_GYM
 from skylite.data.prompts import Kind
 from skylite.data.user_tables import is_own_data
@@ -22,8 +24,7 @@ ORIGIN, COLUMNS, PROMPT, ROWS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareFlags:
+class PrepareFlags(Flags):
     """The flags of `skylite prepare`."""
 
     target: Annotated[
@@ -34,188 +35,61 @@ class PrepareFlags:
             "a folder of them, or a hub id."
         ),
     ]
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Output folder. Default: data/NAME, which is printed.", rich_help_panel=ORIGIN),
-    ] = None
-    replace: Annotated[
-        bool,
-        typer.Option(
-            "--replace",
-            help="Replace a folder that another prepare command made, without asking.",
-            rich_help_panel=ORIGIN,
-        ),
-    ] = False
-    source: Annotated[
-        Path | None,
-        typer.Option(help="Folder with the released files. Default: the hub.", rich_help_panel=ORIGIN),
-    ] = None
-    synthetic: Annotated[
-        bool,
-        typer.Option(
-            "--synthetic", help="Generate problems in the format of the data set.", rich_help_panel=ORIGIN
-        ),
-    ] = False
-    first_source: Annotated[
-        bool,
-        typer.Option(
-            "--first-source",
-            help="Use the first available source: hub, --source, synthetic.",
-            rich_help_panel=ORIGIN,
-        ),
-    ] = False
-    difficulty: Annotated[
-        str,
-        typer.Option(
-            help="How hard generated problems are, e.g. 1,2 (gsm8k: reasoning steps). Default: all for "
-            "gsm8k, 2,3 for countdown, 4 for guess.",
-            rich_help_panel=ORIGIN,
-        ),
-    ] = ""
-    config: Annotated[
-        str | None,
-        typer.Option(
-            help="Config of a hub data set or folder. Default: its only one, or the one named default.",
-            rich_help_panel=COLUMNS,
-        ),
-    ] = None
-    split: Annotated[
-        str | None, typer.Option(help="Split to train on. Default: train.", rich_help_panel=COLUMNS)
-    ] = None
-    validation_split: Annotated[
-        str | None,
-        typer.Option(
-            help="Split to validate on. Default: rows held out of --split.", rich_help_panel=COLUMNS
-        ),
-    ] = None
-    test_split: Annotated[
-        str | None,
-        typer.Option(help="Split to test on. Default: rows held out of --split.", rich_help_panel=COLUMNS),
-    ] = None
-    question: Annotated[
-        str | None,
-        typer.Option(
-            help="Column with questions, texts or chats. Default: question, problem, prompt or messages.",
-            rich_help_panel=COLUMNS,
-        ),
-    ] = None
-    answer: Annotated[
-        str | None,
-        typer.Option(
-            help="Column with reference answers. Default: answer, or the chat's last turn.",
-            rich_help_panel=COLUMNS,
-        ),
-    ] = None
-    no_answer: Annotated[
-        bool,
-        typer.Option(
-            "--no-answer",
-            help="The data has no reference answers, and the reward needs none.",
-            rich_help_panel=COLUMNS,
-        ),
-    ] = False
-    id: Annotated[
-        str | None,
-        typer.Option("--id", help="Column with unique ids. Default: row numbers.", rich_help_panel=COLUMNS),
-    ] = None
-    sft: Annotated[
-        bool,
-        typer.Option(
-            "--sft",
-            help="Chats to learn: messages, conversations, or prompt and completion. For algorithm.name=sft.",
-            rich_help_panel=COLUMNS,
-        ),
-    ] = False
-    pairs: Annotated[
-        bool,
-        typer.Option(
-            "--pairs",
-            help="Pairs of replies: chosen and rejected, with a prompt. For algorithm.name=dpo.",
-            rich_help_panel=COLUMNS,
-        ),
-    ] = False
-    reward: Annotated[
-        str | None,
-        typer.Option(
-            help="gsm8k, math, ... or FILE.py:function. Your own data needs it. "
-            "Default: what the data set defines.",
-            rich_help_panel=PROMPT,
-        ),
-    ] = None
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="A.B=VALUE",
-            help="Setting of the reward, e.g. reward.answer_pattern=REGEX. Repeatable. "
-            "Default: the reward's.",
-            rich_help_panel=PROMPT,
-        ),
-    ] = None
-    system: Annotated[
-        str | None,
-        typer.Option(
-            help='System prompt; "" is none. Default: the chat\'s, else the one that goes with the reward.',
-            rich_help_panel=PROMPT,
-        ),
-    ] = None
-    few_shot: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|FILE",
-            help="Worked examples: the first N training rows, or a file of rows. Default: no examples.",
-            rich_help_panel=PROMPT,
-        ),
-    ] = None
-    answer_template: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="A right completion for your own reward, with {answer} in it. "
-            "Default: usual forms are tried.",
-            rich_help_panel=PROMPT,
-        ),
-    ] = None
-    best_reward: Annotated[
-        float | None,
-        typer.Option(
-            help="What a right completion scores at least under your own reward. "
-            "Default: what most rows score.",
-            rich_help_panel=PROMPT,
-        ),
-    ] = None
-    where: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="COLUMN=VALUE,...",
-            help="Use only rows with one of these values. Repeatable. Default: all rows.",
-            rich_help_panel=ROWS,
-        ),
-    ] = None
-    drop_failing: Annotated[
-        bool,
-        typer.Option(
-            "--drop-failing",
-            help="Leave out rows whose reference answer does not score as those of the other rows.",
-            rich_help_panel=ROWS,
-        ),
-    ] = False
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Maximum rows of the training split. Default: all, or as many as a generated data set has.",
-            rich_help_panel=ROWS,
-        ),
-    ] = None
-    seed: Annotated[int, typer.Option(min=0, help="Seed of generation and splits.", rich_help_panel=ROWS)] = 0
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Count the prompts' tokens with this model's chat template. Default: only characters.",
-            rich_help_panel=ROWS,
-        ),
-    ] = None
+    out: Annotated[Path | None, Flag("--out", ORIGIN)] = None
+    """Output folder. Default: data/NAME, which is printed."""
+    replace: Annotated[bool, Flag("--replace", ORIGIN)] = False
+    """Replace a folder that another prepare command made, without asking."""
+    source: Annotated[Path | None, Flag("--source", ORIGIN)] = None
+    """Folder with the released files. Default: the hub."""
+    synthetic: Annotated[bool, Flag("--synthetic", ORIGIN)] = False
+    """Generate problems in the format of the data set."""
+    first_source: Annotated[bool, Flag("--first-source", ORIGIN)] = False
+    """Use the first available source: hub, --source, synthetic."""
+    difficulty: Annotated[str, Flag("--difficulty", ORIGIN)] = ""
+    """How hard generated problems are, e.g. 1,2 (gsm8k: reasoning steps). Default: all for gsm8k, 2,3 for
+    countdown, 4 for guess."""
+    config: Annotated[str | None, Flag("--config", COLUMNS)] = None
+    """Config of a hub data set or folder. Default: its only one, or the one named default."""
+    split: Annotated[str | None, Flag("--split", COLUMNS)] = None
+    """Split to train on. Default: train."""
+    validation_split: Annotated[str | None, Flag("--validation-split", COLUMNS)] = None
+    """Split to validate on. Default: rows held out of --split."""
+    test_split: Annotated[str | None, Flag("--test-split", COLUMNS)] = None
+    """Split to test on. Default: rows held out of --split."""
+    question: Annotated[str | None, Flag("--question", COLUMNS)] = None
+    """Column with questions, texts or chats. Default: question, problem, prompt or messages."""
+    answer: Annotated[str | None, Flag("--answer", COLUMNS)] = None
+    """Column with reference answers. Default: answer, or the chat's last turn."""
+    no_answer: Annotated[bool, Flag("--no-answer", COLUMNS)] = False
+    """The data has no reference answers, and the reward needs none."""
+    id: Annotated[str | None, Flag("--id", COLUMNS)] = None
+    """Column with unique ids. Default: row numbers."""
+    sft: Annotated[bool, Flag("--sft", COLUMNS)] = False
+    """Chats to learn: messages, conversations, or prompt and completion. For algorithm.name=sft."""
+    pairs: Annotated[bool, Flag("--pairs", COLUMNS)] = False
+    """Pairs of replies: chosen and rejected, with a prompt. For algorithm.name=dpo."""
+    reward: Annotated[str | None, Flag("--reward", PROMPT)] = None
+    """gsm8k, math, ... or FILE.py:function. Your own data needs it. Default: what the data set defines."""
+    settings: Annotated[list[str] | None, Flag("--set", PROMPT, metavar="A.B=VALUE")] = None
+    """Setting of the reward, e.g. reward.answer_pattern=REGEX. Repeatable. Default: the reward's."""
+    system: Annotated[str | None, Flag("--system", PROMPT)] = None
+    """System prompt; "" is none. Default: the chat's, else the one that goes with the reward."""
+    few_shot: Annotated[str | None, Flag("--few-shot", PROMPT, metavar="N|FILE")] = None
+    """Worked examples: the first N training rows, or a file of rows. Default: no examples."""
+    answer_template: Annotated[str | None, Flag("--answer-template", PROMPT, metavar="TEXT")] = None
+    """A right completion for your own reward, with {answer} in it. Default: usual forms are tried."""
+    best_reward: Annotated[float | None, Flag("--best-reward", PROMPT)] = None
+    """What a right completion scores at least under your own reward. Default: what most rows score."""
+    where: Annotated[list[str] | None, Flag("--where", ROWS, metavar="COLUMN=VALUE,...")] = None
+    """Use only rows with one of these values. Repeatable. Default: all rows."""
+    drop_failing: Annotated[bool, Flag("--drop-failing", ROWS)] = False
+    """Leave out rows whose reference answer does not score as those of the other rows."""
+    limit: Annotated[int | None, Flag("--limit", ROWS)] = Field(None, ge=1)
+    """Maximum rows of the training split. Default: all, or as many as a generated data set has."""
+    seed: Annotated[int, Flag("--seed", ROWS)] = Field(0, ge=0)
+    """Seed of generation and splits."""
+    model: Annotated[str | None, Flag("--model", ROWS)] = None
+    """Count the prompts' tokens with this model's chat template. Default: only characters."""
     as_json: AsJson = False
 
     @property
@@ -227,8 +101,8 @@ class PrepareFlags:
 
     def typed(self, names: Iterable[str]) -> dict[str, Any]:
         """Flag -> value, of the fields with these names that the user typed."""
-        unset = {field.name: field.default for field in fields(self)}
         values = {name: getattr(self, name) for name in names}
+        unset = {name: field.default for name, field in type(self).model_fields.items()}
         return {_flag(name): v for name, v in values.items() if v not in (unset[name], [])}
 
     def refuse(self, names: Iterable[str], what: str) -> None:

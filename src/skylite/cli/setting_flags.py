@@ -1,4 +1,4 @@
-"""Flags of settings, made from their declarations in config/."""
+"""Flags of commands, made from declarations: those of settings in config/, and of `Flags` classes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from annotated_types import Ge
+from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
 from skylite.cli.help import KEYWORD, with_fields
@@ -19,6 +21,40 @@ from skylite.config.provenance import Typed, from_command_line, parse_value
 from skylite.errors import ConfigError
 
 Command = Callable[..., None]
+
+
+class Flags(BaseModel):
+    """The flags of a command, which takes them as `flags`: each field is one, its docstring the help."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        arbitrary_types_allowed=True,
+        defer_build=True,
+    )
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        """What typer parses."""
+        return [_own_parameter(name, field) for name, field in cls.model_fields.items()]
+
+
+def _own_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    """Of a `Flag`, or as typer's own objects declare it."""
+    metadata, default = field.metadata, inspect.Parameter.empty if field.is_required() else field.default
+    if flag := next((part for part in metadata if isinstance(part, Flag)), None):
+        least: Any = next((part.ge for part in metadata if isinstance(part, Ge)), None)
+        option = typer.Option(
+            flag.name,
+            help=" ".join((field.description or "").split()),
+            min=least,
+            metavar=flag.metavar,
+            rich_help_panel=flag.heading,
+        )
+        metadata = [option]
+    annotation = Annotated[field.annotation, *metadata] if metadata else field.annotation
+    return inspect.Parameter(name, KEYWORD, default=default, annotation=annotation)
 
 
 def takes_settings(names: Collection[str] | Literal["all"], *, of: str = "") -> Callable[[Command], Command]:

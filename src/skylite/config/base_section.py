@@ -24,6 +24,7 @@ class Flag:
     default: str = ""
     """The default in words, where its value would not say it."""
     is_path: bool = False
+    metavar: str | None = None
 
 
 class Section(BaseModel):
