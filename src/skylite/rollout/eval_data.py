@@ -20,6 +20,7 @@ from skylite.evaluation.versions import ProblemSet
 from skylite.notes import log_notes
 from skylite.processes.child import Supervisor
 from skylite.rollout.plan import fit_difficulty
+from skylite.rollout.prompt_check import without
 from skylite.rollout.sources import ScoredData, source_for
 from skylite.types import Prompt
 
@@ -124,18 +125,18 @@ async def start_problems(
     for d in data:
         scored = _as_evaluated(d.scored, seed)
         source = source_for(scored.config)
-        prompts = await asyncio.to_thread(
+        dropped, _ = await asyncio.to_thread(
             source.check_prompts, tokenizer, scored.config, model_path, d.prompts, []
         )
-        if prompts.dropped:
+        if dropped:
             limit = scored.config.rollout.max_prompt_tokens
-            logger.info(f"{d.name}: {len(prompts.dropped)} prompts over {limit} tokens are left out")
+            logger.info(f"{d.name}: {len(dropped)} prompts over {limit} tokens are left out")
         key = f"{scored.rewards} {scored.config.reward!r}"
         if key not in sources:  # data sets with the same scorer share its processes
             sources[key] = await stack.enter_async_context(
                 source.running(scored, tokenizer, model_path, logs, supervisor)
             )
-        problem_sets.append(ProblemSet(name=d.name, prompts=prompts.train, source=sources[key]))
+        problem_sets.append(ProblemSet(name=d.name, prompts=without(d.prompts, dropped), source=sources[key]))
     return problem_sets
 
 

@@ -50,7 +50,7 @@ from skylite.processes.own_network import check_network
 from skylite.processes.streams import raise_file_limit
 from skylite.resources.gpu_memory_plan import plan_memory
 from skylite.resources.gpu_placement import place
-from skylite.rollout.prompt_check import clock_note
+from skylite.rollout.prompt_check import clock_note, without
 from skylite.rollout.sources import ScoredData, Source, source_for
 from skylite.rollout.trusted_programs import allow_algorithm, allow_launcher
 from skylite.run.files import sha256_file, write_json
@@ -115,15 +115,16 @@ def plan_run(
     model = choose_model(config, launcher)
     config, adapter_notes = adopt_adapter(config, _chosen(config, provenance), model.path)
     with contextlib.closing(load_tokenizer(model.path, template)) as tokenizer:
-        prompts = source.check_prompts(tokenizer, config, model.path, train, held_out)
+        dropped, prompt_notes = source.check_prompts(tokenizer, config, model.path, train, held_out)
+        train, held_out = without(train, dropped), without(held_out, dropped)
         template_note = clock_note(tokenizer, template)
-    config, length_note = epochs_to_steps(config, len(prompts.train))
+    config, length_note = epochs_to_steps(config, len(train))
     notes = notes_of(
         *notes,
-        *(data_note(config, info, len(prompts.train)), filter_note, held_out_note(prompts.held_out)),
+        *(data_note(config, info, len(train)), filter_note, held_out_note(held_out)),
         *template_notes(config.data),
         template_note,
-        *prompts.notes,
+        *prompt_notes,
         *scored.notes,
         *adapter_notes,
         *(length_note, *device_notes),
@@ -145,7 +146,7 @@ def plan_run(
             lora_sync_path=sync_folder(config, run),
             warm_start=run.warm_start if config.lora.from_adapter is not None else None,
             data_sha256=train_data_hash(config),
-            dropped_prompts=prompts.dropped,
+            dropped_prompts=dropped,
         ),
         notes=notes,
     )
@@ -154,8 +155,8 @@ def plan_run(
         run=run,
         config=config,
         resolved=resolved,
-        train=prompts.train,
-        held_out=prompts.held_out,
+        train=train,
+        held_out=held_out,
         rewards=scored.rewards,
         first_step=1,
     )

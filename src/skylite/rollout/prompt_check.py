@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skylite.config.train import TrainConfig
@@ -20,62 +19,50 @@ OPEN_TAG = re.compile(r"(<\w*(?:think|thought|reason)\w*>|\[THINK\])\s*$", re.IG
 SHOWN = 40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedPrompts:
-    """The prompts that a run uses."""
-
-    train: Sequence[Prompt]
-    held_out: Sequence[Prompt]
-    dropped: list[str] = field(default_factory=list)
-    """Ids that data.filter_overlong_prompts left out, of both."""
-    notes: list[Note] = field(default_factory=list)
-
-
 def check_prompts(
     tokenizer: ChatTokenizer, config: TrainConfig, train: Sequence[Prompt], held_out: Sequence[Prompt]
-) -> CheckedPrompts:
-    """The prompts that fit, counted by their tokens. Raises DataError for long ones."""
+) -> tuple[list[str], list[Note]]:
+    """Ids of the prompts with too many tokens, to leave out, and notes. Raises DataError for long ones."""
     notes = completion_notes(
         tokenizer.prompt_end(train[0].messages), tokenizer.hides_thinking, config.reward.prefill
     )
     limit = config.rollout.max_prompt_tokens
     counts = too_long(tokenizer, train, limit) | too_long(tokenizer, held_out, limit)
-    checked = fitting_prompts(config, train, held_out, counts, f"rollout.max_prompt_tokens={limit}")
-    return replace(checked, notes=[*notes, *checked.notes])
+    dropped, more = overlong_prompts(config, train, held_out, counts, f"rollout.max_prompt_tokens={limit}")
+    return dropped, [*notes, *more]
 
 
-def fitting_prompts(
+def overlong_prompts(
     config: TrainConfig,
     train: Sequence[Prompt],
     held_out: Sequence[Prompt],
     counts: Mapping[str, int],
     limit: str,
-) -> CheckedPrompts:
-    """The prompts without those in `counts`: id -> tokens. Raises DataError if long ones are not left out.
+) -> tuple[list[str], list[Note]]:
+    """The ids in `counts` (id -> tokens), to leave out, and a note. Raises DataError if they must stay.
 
     `limit`: the setting that they exceed, and its value.
     """
     if counts and not config.data.filter_overlong_prompts:
         raise _too_long(counts, len(train) + len(held_out), limit)
-    left, notes = (without(train, counts), without(held_out, counts)), list[Note]()
+    left = len(without(train, counts)), len(without(held_out, counts))
     if not left[0]:
         raise DataError(
             f"Every training prompt has more than {limit} tokens.",
             f"Raise it; the longest has {max(counts.values())}.",
         )
-    if counts:
-        notes = notes_of(
-            f"{len(train) - len(left[0])} of {len(train)} training prompts and "
-            f"{len(held_out) - len(left[1])} of {len(held_out)} held-out ones have more than "
-            f"{limit} tokens and are left out (data.filter_overlong_prompts)"
-        )
-    return CheckedPrompts(train=left[0], held_out=left[1], dropped=sorted(counts), notes=notes)
+    note = (
+        f"{len(train) - left[0]} of {len(train)} training prompts and "
+        f"{len(held_out) - left[1]} of {len(held_out)} held-out ones have more than "
+        f"{limit} tokens and are left out (data.filter_overlong_prompts)"
+    )
+    return sorted(counts), notes_of(note if counts else None)
 
 
-def without(prompts: Sequence[Prompt], ids: Collection[str]) -> Sequence[Prompt]:
+def without(prompts: Sequence[Prompt], ids: Collection[str]) -> list[Prompt]:
     """The prompts with other ids."""
     dropped = set(ids)
-    return [p for p in prompts if p.id not in dropped] if dropped else prompts
+    return [p for p in prompts if p.id not in dropped]
 
 
 def completion_notes(end: str, hides_thinking: bool, prefill: str) -> list[Note]:

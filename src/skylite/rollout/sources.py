@@ -30,7 +30,7 @@ from skylite.processes.child import Supervisor
 from skylite.processes.streams import printed_lines
 from skylite.rewards import load_components
 from skylite.rewards.worker_pool import RewardPool
-from skylite.rollout.prompt_check import CheckedPrompts, check_prompts, fitting_prompts, require_chats
+from skylite.rollout.prompt_check import check_prompts, overlong_prompts, require_chats
 from skylite.rollout.reward_check import check_calls, check_references
 from skylite.rollout.trusted_programs import allow_episode, allow_rewards
 from skylite.types import Prompt
@@ -88,8 +88,11 @@ class Source:
         model_path: Path,
         train: Sequence[Prompt],
         held_out: Sequence[Prompt],
-    ) -> CheckedPrompts:
-        """The prompts that fit. Raises ModelError if the template refuses one, DataError for long ones."""
+    ) -> tuple[list[str], list[Note]]:
+        """Ids of overlong prompts, to leave out, and notes.
+
+        Raises ModelError if the template refuses a prompt, DataError for long ones.
+        """
         raise NotImplementedError
 
     def running(
@@ -135,7 +138,7 @@ class SingleTurnSource(Source):
         model_path: Path,
         train: Sequence[Prompt],
         held_out: Sequence[Prompt],
-    ) -> CheckedPrompts:
+    ) -> tuple[list[str], list[Note]]:
         require_chats(tokenizer, model_path, [*train, *held_out])
         return check_prompts(tokenizer, config, train, held_out)
 
@@ -180,10 +183,10 @@ class EpisodesSource(Source):
         model_path: Path,
         train: Sequence[Prompt],
         held_out: Sequence[Prompt],
-    ) -> CheckedPrompts:
-        """All prompts: the episodes' requests decide what is rendered."""
+    ) -> tuple[list[str], list[Note]]:
+        """None is left out: the episodes' requests decide what is rendered."""
         tokenizer.encode_chats([[{"role": "user", "content": "Hello"}]])
-        return CheckedPrompts(train=train, held_out=held_out)
+        return [], []
 
     def running(
         self,
@@ -214,11 +217,11 @@ class OfflineSource(Source):
         model_path: Path,
         train: Sequence[Prompt],
         held_out: Sequence[Prompt],
-    ) -> CheckedPrompts:
+    ) -> tuple[list[str], list[Note]]:
         limit = config.max_sequence_tokens
         counts = Offline(config, tokenizer).too_long([*train, *held_out], limit)
         name = f"rollout.max_prompt_tokens + rollout.max_completion_tokens={limit}"
-        return fitting_prompts(config, train, held_out, counts, name)
+        return overlong_prompts(config, train, held_out, counts, name)
 
     @contextlib.asynccontextmanager
     async def running(
