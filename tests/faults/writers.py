@@ -152,9 +152,7 @@ def small_writers(model: Path) -> dict[str, Callable[[Path, int], Any]]:
             RunDir(folder).canary_path, {"sequences": [[v] * 2000] * 4, "longest_prompt_tokens": v}
         ),
         "clean-up": clean,
-        "conversion": lambda folder, v: write_converted(
-            *converted, model / "config.json", folder / f"smollm2-{v}"
-        ),
+        "conversion": lambda folder, v: write_converted(*converted, folder / f"smollm2-{v}"),
         "events": lambda folder, v: append_line(
             RunDir(folder).events_path, json.dumps({"event": "x" * 9000, "step": v})
         ),

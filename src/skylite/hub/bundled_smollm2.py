@@ -19,11 +19,9 @@ from typing import TYPE_CHECKING
 
 from skylite.errors import ModelError, convert_os_errors
 from skylite.processes.child import ProcessSpec, kill, log_tail, start
-from skylite.processes.file_tree import remove_tree
 from skylite.processes.private_folders import open_lock
 from skylite.progress_reporting import long_work
-from skylite.run.files import atomic_folder, require_space, sha256_file, write_json
-from skylite.untrusted_text import parse_json
+from skylite.run.files import atomic_folder, require_space, sha256_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,12 +34,10 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 VERSION = "0.1.2"
 CONVERTED_BYTES = 273_000_000
 """Size of the converted folder: 269 MB of weights, the rest tokenizer files."""
-RECORD = "converted.json"
-"""File in the converted folder with its source and the sha256 of every file."""
 
 
 def converted_folder() -> Path:
-    """The converted model in the user's cache, converted on first use or when damaged.
+    """The converted model in the user's cache, converted on first use.
 
     Raises ModelError when the package is missing or another version, or conversion fails, WriteFailed when a
     write fails or the disk is full.
@@ -58,11 +54,6 @@ def converted_folder() -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
     with open_lock(folder.parent / f".{folder.name}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists() and (damage := find_damage(folder)):
-            logger.warning(f"model: the converted copy in {folder} is damaged ({damage}); converting again")
-            with convert_os_errors(folder):
-                if problem := remove_tree(folder):
-                    raise problem
         if not folder.exists():
             require_space(folder, CONVERTED_BYTES)
             logger.info(f"model: converting {GGUF_NAME} to bf16 safetensors in {folder}, once")
@@ -88,21 +79,14 @@ def convert(gguf: Path, folder: Path) -> None:
     del model.config.quantization_config
     model.hf_quantizer = None
     model.is_quantized = False
-    write_converted(model.to(torch.bfloat16), tokenizer, gguf, folder)
+    write_converted(model.to(torch.bfloat16), tokenizer, folder)
 
 
-def write_converted(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, gguf: Path, folder: Path
-) -> None:
-    """Write model, tokenizer and record into the folder atomically. Raises WriteFailed."""
-    with atomic_folder(folder) as temporary:
-        with _disk_errors_as_oserror():
-            model.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
-        hashes = {path.name: sha256_file(path) for path in sorted(temporary.iterdir())}
-        write_json(
-            temporary / RECORD, {"source": gguf.name, "source_sha256": sha256_file(gguf), "files": hashes}
-        )
+def write_converted(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write model and tokenizer into the folder atomically. Raises WriteFailed."""
+    with atomic_folder(folder) as temporary, _disk_errors_as_oserror():
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
 
 
 @contextmanager
@@ -118,18 +102,6 @@ def _disk_errors_as_oserror() -> Iterator[None]:
         if isinstance(error, OSError) or (refusal := re.search(r"\(os error (\d+)\)", str(error))) is None:
             raise
         raise OSError(int(refusal[1]), str(error)) from error
-
-
-def find_damage(folder: Path) -> str:
-    """What is damaged in a converted folder, for a message; empty if nothing is. Hashes every file."""
-    try:
-        hashes = parse_json((folder / RECORD).read_text(encoding="utf-8"))["files"]
-        changed = [name for name, expected in hashes.items() if sha256_file(folder / name) != expected]
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        return f"{RECORD}: {error}"
-    return f"{changed[0]} has changed" if changed else ""
 
 
 def _gguf() -> Path:
