@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skylite.adapters.import_adapter import copy_warm_start
 from skylite.adapters.manifest import Canary
 from skylite.adapters.retention import clean_up
-from skylite.config.checkpoint import EvalConfig
-from skylite.config.train import AnomalyConfig, RunConfig
+from skylite.config.train import AnomalyConfig, EvalConfig, RunConfig
 from skylite.errors import SkyliteError
 from skylite.evaluation.confidence_interval import mean_score
 from skylite.evaluation.evaluate import EvalResult, write_results

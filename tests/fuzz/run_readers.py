@@ -11,9 +11,8 @@ from typing import Any, cast
 
 import torch
 
-from skylite.config.checkpoint import EvalConfig
 from skylite.config.loading import read_run_config
-from skylite.config.optim import OptimConfig
+from skylite.config.train import EvalConfig, OptimConfig
 from skylite.errors import DataError
 from skylite.loggers.follow import fingerprint, numbers, open_journal
 from skylite.model.process_group import Dist

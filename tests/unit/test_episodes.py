@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skylite.config.environment import EnvConfig
+from skylite.config.rollout import EnvConfig
 from skylite.environments.episode_host import FILE_BYTES
 from skylite.environments.episodes_source import read_reward
 from skylite.errors import ConfigError, RunFailed

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import pytest
 
 from skylite.config.loading import read_run_config
-from skylite.config.log import LoggerName
+from skylite.config.train import LoggerName
 from skylite.loggers.logger_processes import start_logger
 from skylite.loggers.writers import LIBRARIES
 from skylite.processes.child import ProcessSpec, kill, start

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from skylite.config.optim import OptimConfig
+from skylite.config.train import OptimConfig
 from skylite.errors import DataError
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS, head_logprobs, token_logprobs
 from skylite.model.packing import pack_padded, pack_tree, upload

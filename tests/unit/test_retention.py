@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from skylite.adapters.retention import clean_up, kept_adapters, kept_checkpoints, remove_unfinished_files
-from skylite.config.checkpoint import CheckpointConfig
 from skylite.config.rollout import RolloutConfig
-from skylite.config.train import SyncConfig, TrainConfig
+from skylite.config.train import CheckpointConfig, SyncConfig, TrainConfig
 from skylite.errors import ConfigError, DataError
 from skylite.run.metrics_file import Label, held_out_scores, remove_scores_after, write_score
 from skylite.run.run_dir import RunDir, adapter_name, published_versions

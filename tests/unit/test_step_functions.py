@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from skylite.algorithms.losses import BatchSize
-from skylite.config.optim import OptimConfig
+from skylite.config.train import OptimConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.packing import PackedTokens
 from skylite.model.process_group import Dist

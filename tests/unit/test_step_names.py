@@ -9,8 +9,8 @@ import pytest
 
 from skylite.adapters.retention import clean_up
 from skylite.api import load_run
-from skylite.config.checkpoint import EvalConfig
 from skylite.config.loading import read_run_config
+from skylite.config.train import EvalConfig
 from skylite.rollout.replay import copy_for_replay
 from skylite.rollout.resume import remove_after
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint, write_checkpoint_manifest

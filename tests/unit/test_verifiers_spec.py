@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from skylite.config.environment import EnvConfig
 from skylite.config.provenance import Provenance
+from skylite.config.rollout import EnvConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.data.verifiers import check_verifiers, parse_verifiers
 from skylite.environments.episode_spec import check_episode_data

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from skylite.config.checkpoint import CheckpointConfig
-from skylite.config.train import SyncConfig, TrainConfig
+from skylite.config.train import CheckpointConfig, SyncConfig, TrainConfig
 from skylite.errors import convert_os_errors
 from skylite.processes.file_tree import remove_tree, tree_bytes
 from skylite.run.checkpoint_folder import checkpoint_steps

@@ -9,7 +9,7 @@ import typer
 
 from skylite.cli.options import AsJson, RunFolder
 from skylite.config.loading import read_run_config
-from skylite.config.log import LOGGER_NAMES, LoggerName
+from skylite.config.train import LOGGER_NAMES, LoggerName
 from skylite.errors import ConfigError, RunFailed
 from skylite.loggers.logger_processes import start_logger
 from skylite.loggers.writers import require_libraries

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from skylite.config.algorithm import SOURCES, AlgorithmConfig, CriticConfig, ImportanceConfig
-from skylite.config.base_section import LENGTH, SAFETY, UPDATE, WHAT, Flag, Section
-from skylite.config.checkpoint import CheckpointConfig, EvalConfig, StopConfig
+from skylite.config.base_section import LENGTH, MORE, SAFETY, UPDATE, WHAT, Flag, Section
 from skylite.config.engine import EngineConfig
-from skylite.config.environment import EnvConfig
-from skylite.config.log import LogConfig
 from skylite.config.lora import LoraConfig
-from skylite.config.optim import OptimConfig
 from skylite.config.resolved import Resolved
-from skylite.config.rollout import DataConfig, RewardConfig, RolloutConfig
+from skylite.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig
 from skylite.config.source import SourceFacts, source_of
 
 LOWEST_USUAL_LR = 5e-6
 HIGHEST_USUAL_LR = 1e-3
 """LoRA hardly learns below this rate; a run with a lower optim.lr prints a warning."""
+LoggerName = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab"]
+LOGGER_NAMES: tuple[LoggerName, ...] = get_args(LoggerName)
 
 
 class ModelConfig(Section):
@@ -63,6 +61,27 @@ class TrainerConfig(Section):
     RuntimeError if a GPU has no such algorithm."""
 
 
+class OptimConfig(Section):
+    """AdamW and its learning rate."""
+
+    lr: Annotated[float, Flag("--lr", UPDATE)] = Field(2e-5, gt=0)
+    """Learning rate. LoRA needs about ten times the rate of full fine-tuning; below 5e-6 skylite warns."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warmup: constant, or falling to zero at the last step."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warmup. 0: none."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the gradient mean."""
+    beta2: float = Field(0.99, ge=0, lt=1)
+    """AdamW's decay of the squared gradient mean."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay. 0: none."""
+    lora_plus_ratio: float = Field(1.0, gt=0)
+    """LoRA+ (arXiv 2402.12354): learning rate of B divided by that of A. 1: plain LoRA."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients with a larger norm are scaled down to it."""
+
+
 class SyncConfig(Section):
     """Publishing adapters from the trainer to the engine."""
 
@@ -76,6 +95,41 @@ class SyncConfig(Section):
     rollout_mismatch: Literal["stop", "warn"] = "stop"
     """If engine and trainer disagree about the sampled tokens in two steps on end: stop the run, or only
     warn. The first such step always warns, and in bfloat16 only a gross mismatch stops."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints that --resume continues from."""
+
+    every: int | None = Field(None, ge=1)
+    """Steps between checkpoints. None: each step, or as many steps as keep their cost below 2 % of the run's
+    time, measured as it runs. The last step and a clean stop always write one."""
+    keep_last: int = Field(2, ge=1)
+    """Newest checkpoints to keep."""
+    keep_best: int = Field(0, ge=0)
+    """Also keep the N checkpoints with the highest held-out score. Needs eval.limit and eval.every."""
+
+
+class StopConfig(Section):
+    """How Ctrl-C and SIGTERM end a run."""
+
+    mode: Literal["finish", "abandon"] = "finish"
+    """What the first signal does with the current step. A second signal ends everything immediately."""
+    grace_s: float = Field(25.0, ge=5)
+    """Seconds from SIGTERM or SIGHUP to the end of all processes: the step has 60 %, step and checkpoint
+    together 80 %. Clusters usually kill 30 s after SIGTERM. Ctrl-C gives the step all the time it needs."""
+
+
+class EvalConfig(Section):
+    """Held-out evaluation during a run."""
+
+    split: Literal["train", "validation", "test"] = "test"
+    """Split that the held-out problems come from. With checkpoint.keep_best take validation: on the problems
+    that chose a version, its score is too good."""
+    limit: int = Field(0, ge=0)
+    """Number of held-out problems before and after the run: sampled greedily, or scored by the trainer with
+    algorithm.name=sft and dpo. 0: no evaluation."""
+    every: int = Field(0, ge=0)
+    """Also evaluate every N steps. 0: only before and after the run."""
 
 
 class AnomalyConfig(Section):
@@ -97,6 +151,28 @@ class AnomalyConfig(Section):
     this. none: no limit."""
     min_reward_steps: int = Field(5, ge=1)
     """Steps in a row that must be below `min_reward`."""
+
+
+class LogConfig(Section):
+    """Experiment loggers. Each follows metrics.jsonl in a process of its own; none can stop a run."""
+
+    to: Annotated[list[LoggerName], Flag("--log", MORE, default="no loggers")] = []
+    """Experiment loggers, any of tensorboard, wandb, trackio, mlflow, swanlab. Each needs its library."""
+    project: str = Field("skylite", min_length=1)
+    """Project (mlflow: experiment) that the run appears in."""
+    name: str | None = Field(None, min_length=1)
+    """Name of the run in the loggers. none: the name of the run folder."""
+    samples: int = Field(2, ge=0)
+    """Completions to log per step, each of another prompt. 0: none leave this machine."""
+    offline: bool = False
+    """Only write files on this machine; wandb and swanlab upload them later with their own `sync` command."""
+
+    @field_validator("to")
+    @classmethod
+    def check_once(cls, value: list[LoggerName]) -> list[LoggerName]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"{', '.join(value)} names a logger twice")
+        return value
 
 
 class TrainConfig(Section):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skylite.config.environment import EnvConfig
+from skylite.config.rollout import EnvConfig
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.environments.chat import METRIC, Endpoint, Task

@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from skylite.config.loading import read_run_config
-from skylite.config.log import LoggerName
-from skylite.config.train import RunConfig
+from skylite.config.train import LoggerName, RunConfig
 from skylite.errors import ConfigError, DataError, SkyliteError, convert_os_errors, error_line
 from skylite.loggers.writers import WRITERS, LoggedSample, LoggerRun, Writer
 from skylite.processes.private_folders import open_lock

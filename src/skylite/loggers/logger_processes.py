@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from skylite.config.log import LoggerName
+from skylite.config.train import LoggerName
 from skylite.errors import RunFailed
 from skylite.loggers.follow import END
 from skylite.processes.child import Child, ProcessSpec, describe_exit, kill, log_tail, poll, start

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from skylite.config.log import LoggerName
+from skylite.config.train import LoggerName
 from skylite.errors import ConfigError
 from skylite.optional_packages import install_command
 

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from skylite.config.checkpoint import EvalConfig
+from skylite.config.train import EvalConfig
 from skylite.errors import DataError
 from skylite.run.files import append_line, atomic_file, write_json
 from skylite.run.run_dir import RunDir, numbered_paths

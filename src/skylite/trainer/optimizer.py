@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from skylite.config.optim import OptimConfig
+from skylite.config.train import OptimConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.process_group import Dist
 
