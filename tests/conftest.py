@@ -72,7 +72,6 @@ SLOW_UNITS = (
     "test_episode_ends",
     "test_episodes",
     "test_export",
-    "test_file_security",
     "test_folder_owner",
     "test_fuzz",
     "test_guarded",
@@ -86,7 +85,6 @@ SLOW_UNITS = (
     "test_plugin_exits",
     "test_prepare",
     "test_private_folders",
-    "test_program_hashes",
     "test_reasoning_gym_sandbox",
     "test_recipe_names",
     "test_reference_answers",
@@ -98,6 +96,7 @@ SLOW_UNITS = (
     "test_sandbox",
     "test_tokenizer",
     "test_trajectories",
+    "test_trusted_programs",
     "test_unforeseen_errors",
     "test_working_folder",
 )

@@ -31,7 +31,6 @@ SHARE_TOKENIZERS = {
     "test_own_data_recipe",
     "test_plugin_exits",
     "test_prepare",
-    "test_program_hashes",
     "test_recipe_names",
     "test_reference_answers",
     "test_resume",
@@ -41,6 +40,7 @@ SHARE_TOKENIZERS = {
     "test_run_length",
     "test_run_order",
     "test_servable_models",
+    "test_trusted_programs",
     "test_warm_start",
 }
 """Files that plan many runs, and are not about the process of a tokenizer."""
