@@ -1,7 +1,6 @@
-"""Published implementations to compare with: TRL, verl, SkyRL and lm-evaluation-harness.
+"""Published implementations to compare with: TRL, verl and SkyRL.
 
-TRL is an ordinary package. verl and SkyRL require Ray and conflicting versions of our dependencies; the
-harness has many.
+TRL is an ordinary package. verl and SkyRL require Ray and conflicting versions of our dependencies.
 `make setup` therefore installs only their wheels, into the folder `peers`, which is on no import path.
 Their formulas run unchanged. While they load, empty modules replace the packages that they import for
 transport, configuration and logging.
@@ -22,7 +21,7 @@ import pytest
 import torch
 
 PEERS = Path(sys.prefix) / "peers"
-VERSIONS = {"trl": "1.16.0", "verl": "0.9.1", "skyrl": "0.3.0", "lm_eval": "0.4.13"}
+VERSIONS = {"trl": "1.16.0", "verl": "0.9.1", "skyrl": "0.3.0"}
 
 
 class VerlConfig(SimpleNamespace):
@@ -85,23 +84,6 @@ def load_skyrl() -> ModuleType:
     bare = ["skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils"]
     with _only_while_loading(bare, fakes):
         return importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
-
-
-def load_lm_eval() -> SimpleNamespace:
-    """The harness' regex filter, its exact match and its task gsm8k. Skips the test where it is missing."""
-    import yaml
-
-    if VERSIONS["lm_eval"] not in _installed("lm_eval", [str(PEERS)]):
-        pytest.skip(f"lm_eval {VERSIONS['lm_eval']} is not installed in {PEERS}; run `make setup`")
-    with _only_while_loading(["lm_eval", "lm_eval.api", "lm_eval.filters"], {"sacrebleu": {}}):
-        extraction = importlib.import_module("lm_eval.filters.extraction")
-        metrics = importlib.import_module("lm_eval.api.metrics")
-    task = PEERS / "lm_eval" / "tasks" / "gsm8k" / "gsm8k.yaml"
-    return SimpleNamespace(
-        regex_filter=extraction.RegexFilter,
-        exact_match=metrics.exact_match_hf_evaluate,
-        task=yaml.safe_load(task.read_text(encoding="utf-8")),
-    )
 
 
 class OneProcess:

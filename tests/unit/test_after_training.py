@@ -50,7 +50,7 @@ def test_many_versions_and_the_base_are_evaluated_and_compared(run: RunDir) -> N
     first = facts["results"][0]
     assert (first["problems"], first["n"]) == (4, 4)
     assert set(first["pass_at"]) == {"1", "2", "4"}
-    assert {"majority", "gsm8k_strict", "gsm8k_flexible"} <= set(first)
+    assert "majority" in first
     stored = json.loads((run.evals / "compared-test-mean4.json").read_text())
     assert stored == facts
     rows = {

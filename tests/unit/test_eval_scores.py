@@ -1,4 +1,4 @@
-"""pass@k, votes, GSM8K's strict and flexible scores, and paired tests, against hand-made numbers."""
+"""pass@k, votes and paired tests, against hand-made numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from skylite.config.rollout import RewardParameters
 from skylite.evaluation.confidence_interval import mean_score
 from skylite.evaluation.evaluate import EvalResult
-from skylite.evaluation.harness_gsm8k import harness_score
 from skylite.evaluation.results import bootstrap_p, compare, mcnemar_exact
 from skylite.evaluation.scores import answer_of, can_vote, ks_for, majority_score, pass_at_k
 from skylite.evaluation.summary import metrics_of
@@ -110,22 +109,6 @@ def test_the_majority_of_exact_match_uses_the_settings_of_the_data() -> None:
 def test_boxed(text: str, found: str | None) -> None:
     assert closed_box(text) == found
     assert answer_of("math", text) == found
-
-
-@pytest.mark.parametrize(
-    ("output", "answer", "strict", "flexible"),
-    [
-        ("3 + 4 = 7.\n#### 7", "7", 1.0, 1.0),
-        ("The answer is 1,080.", "1080", 0.0, 1.0),
-        ("#### 7\n#### 8", "7", 1.0, 0.0),
-        ("#### 7 Question: more? #### 8", "7", 1.0, 1.0),
-        ("#### 1080.0", "1080", 0.0, 0.0),
-        ("seven", "7", 0.0, 0.0),
-    ],
-)
-def test_harness_scores(output: str, answer: str, strict: float, flexible: float) -> None:
-    assert harness_score("strict", output, answer) == strict
-    assert harness_score("flexible", output, answer) == flexible
 
 
 def test_mcnemar_by_hand() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from skylite.config.rollout import RewardParameters
 from skylite.evaluation.confidence_interval import MeanScore, mean_score, score_name
 from skylite.evaluation.evaluate import EvalResult
-from skylite.evaluation.harness_gsm8k import Kind, harness_score
 from skylite.evaluation.scores import answer_of, can_vote, ks_for, majority_score, pass_at_k
 from skylite.types import Group
 
@@ -22,7 +21,7 @@ def metrics_of(result: EvalResult, reward: str, parameters: RewardParameters) ->
     """The metrics of one model on one data set.
 
     pass@k counts a score of 1 as right. The majority vote needs more than two samples and a reward with
-    answers to compare (gsm8k, math, exact_match). The harness' scores belong to GSM8K.
+    answers to compare (gsm8k, math, exact_match).
     """
     scores = scores_of(result)
     n = len(scores[0])
@@ -44,9 +43,6 @@ def metrics_of(result: EvalResult, reward: str, parameters: RewardParameters) ->
         found["pass_at"] = {str(k): as_json(_pass_at(scores, k)) for k in ks_for(n)}
     if n > 2 and can_vote(reward):
         found["majority"] = as_json(mean_score([[_majority(g, reward, parameters)] for g in result.groups]))
-    if reward == "gsm8k":
-        found["gsm8k_strict"] = as_json(mean_score([_harness(g, "strict") for g in result.groups]))
-        found["gsm8k_flexible"] = as_json(mean_score([_harness(g, "flexible") for g in result.groups]))
     return found
 
 
@@ -61,12 +57,8 @@ def lines_of(metrics: dict[str, Any]) -> list[str]:
     head = f"{name}, greedy" if n == 1 else f"{name} of {n} samples at T 1"
     rows = {head: {"mean": metrics["mean"], "low": metrics["low"], "high": metrics["high"]}}
     rows |= {f"pass@{k}": value for k, value in metrics.get("pass_at", {}).items() if k != "1"}
-    names = {
-        "majority": f"majority of {n}",
-        "gsm8k_strict": "GSM8K strict (harness)",
-        "gsm8k_flexible": "GSM8K flexible (harness)",
-    }
-    rows |= {name: metrics[key] for key, name in names.items() if key in metrics}
+    if "majority" in metrics:
+        rows[f"majority of {n}"] = metrics["majority"]
     width = max(map(len, rows))
     lines = [f"  {row:{width}}  {with_interval(v, is_binary or row != head)}" for row, v in rows.items()]
     turns, left_out = metrics["turns_mean"], metrics["left_out"]
@@ -94,7 +86,3 @@ def _pass_at(scores: Sequence[Sequence[float]], k: int) -> MeanScore:
 def _majority(group: Group, reward: str, parameters: RewardParameters) -> float:
     answers = [answer_of(reward, t.calls[-1].text, parameters) for t in group.trajectories]
     return majority_score(answers, [t.first_score for t in group.trajectories])
-
-
-def _harness(group: Group, kind: Kind) -> list[float]:
-    return [harness_score(kind, t.calls[-1].text, group.prompt.answer) for t in group.trajectories]
