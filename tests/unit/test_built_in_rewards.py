@@ -17,7 +17,6 @@ from skylite.config.provenance import NOTHING_TYPED
 from skylite.config.rollout import RewardParameters
 from skylite.data.prompts import read_prompts
 from skylite.errors import ConfigError, DataError
-from skylite.evaluation.confidence_interval import mean_score
 from skylite.rewards import load_reward, text_rewards
 from skylite.rewards.call_rewards import score
 from skylite.rollout.plan import RunPlan, plan_run
@@ -255,12 +254,6 @@ def test_prepare_refuses_in_words(here: Path, flags: list[str], reason: str) -> 
     assert not Path("data").exists()
 
 
-def test_length_needs_no_answer_and_scores_the_run(here: Path, tiny_llama: Path) -> None:
-    done = prepare("--no-answer", "--reward", "length", "--set", "reward.max_length=40")
-    assert done.code == 0, done.output
-    assert plan(tiny_llama).config.reward.max_length == 40
-
-
 def dry_run(model: Path, *flags: str) -> Reply:
     settings = ["eval.limit=0", "data.difficulty=[]", "rollout.prompts_per_step=2"]
     given = [word for setting in settings for word in ("--set", setting)]
@@ -289,8 +282,3 @@ def test_a_wrong_signature_is_found_by_a_dry_run(here: Path, tiny_llama: Path) -
     assert "it asks for solution, but prompt rows/train/" in reply.output
     assert "Rename the parameter, give it a default, or prepare the data with that column." in reply.output
     assert not Path("run").exists()
-
-
-def test_scores_outside_0_to_1_are_no_percentages() -> None:
-    assert str(mean_score([[5.0], [7.0]])) == "6 (95 % interval 4.04 to 7.96, 2 problems)"
-    assert str(mean_score([[0.5], [1.0]])) == "0.75 (95 % interval 0.26 to 1, 2 problems)"

@@ -122,24 +122,17 @@ def test_the_system_prompt_of_the_flag_wins(tmp_path: Path) -> None:
 
 
 def test_first_rows_become_worked_examples_and_leave_training(tmp_path: Path) -> None:
-    found = prompts(prepare(write(tmp_path / "s.jsonl", ROWS), **COLUMNS, few_shot="2", system=""))
+    found = prompts(prepare(write(tmp_path / "s.jsonl", ROWS), **COLUMNS, few_shot=2, system=""))
     worked = chat("What is 0 + 1?", "\\boxed{1}", "What is 1 + 1?", "\\boxed{2}", "What is 9 + 1?")
     assert found["What is 9 + 1?"].messages == worked
     assert len(found) == 28
     assert "What is 0 + 1?" not in found
 
 
-def test_worked_examples_from_a_file(tmp_path: Path) -> None:
-    examples = write(tmp_path / "e.csv", [{"q": "2 + 2?", "a": "4"}])
-    found = prompts(prepare(write(tmp_path / "s.jsonl", ROWS), **COLUMNS, few_shot=examples, system=""))
-    assert found["What is 9 + 1?"].messages == chat("2 + 2?", "\\boxed{4}", "What is 9 + 1?")
-    assert len(found) == 30
-
-
-def test_rows_are_filtered_and_ids_are_those_of_the_column(tmp_path: Path) -> None:
+def test_rows_are_filtered_and_keep_their_numbers(tmp_path: Path) -> None:
     path = write(tmp_path / "s.jsonl", ROWS)
-    found = prompts(prepare(path, **COLUMNS, where=["level=0,1", "uid=r1,r3,r5,r6,r7"], id="uid"))
-    assert {p.id.rpartition("/")[2] for p in found.values()} == {"r1", "r3", "r6", "r7"}  # r5 has level 2
+    found = prompts(prepare(path, **COLUMNS, where=["level=0,1", "uid=r1,r3,r5,r6,r7"]))
+    assert {p.id.rpartition("/")[2] for p in found.values()} == {"1", "3", "6", "7"}  # row 5 has level 2
 
 
 def test_a_folder_with_configs_splits_and_shards(tmp_path: Path) -> None:
@@ -219,13 +212,10 @@ def test_without_a_reward_only_missing_flags_are_named(row: Any, needed: str, tm
         ({"reward": None}, r"needs --reward\. Example: --reward gsm8k\.$"),
         ({"question": None}, "needs --question: it has 'q', 'a', 'level', 'tags', 'uid'"),
         ({"answer": None}, "needs --answer: it has 'q', 'a', 'level', 'tags', 'uid'"),
-        ({"id": "level"}, "line 1 and .*line 4 have the same 'level', '0'"),
         ({"where": ["level"]}, "--where level is not COLUMN=VALUE"),
         ({"where": ["level=9"]}, "fits no row of .*; level has the values 0, 1, 2"),
         ({"where": ["size=1"]}, "has no column 'size'; it has"),
-        ({"few_shot": "0"}, "--few-shot 0 is neither a number of rows nor"),
-        ({"few_shot": "30"}, "takes all 30 training rows"),
-        ({"few_shot": "none.jsonl"}, "none.jsonl does not exist"),
+        ({"few_shot": 30}, "takes all 30 training rows"),
         ({"split": "train"}, "--split cannot be used with the single file"),
         ({"config": "main", "test_split": "x"}, "--config and --test-split cannot be used with"),
     ],

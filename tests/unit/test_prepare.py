@@ -138,47 +138,6 @@ def test_a_users_file_is_split_by_question(tmp_path: Path) -> None:
     assert again["test"][0] != splits["test"][0]
 
 
-def test_a_users_csv_with_the_math_reward(tmp_path: Path) -> None:
-    path = tmp_path / "mine.csv"
-    path.write_text(
-        "q,a\n" + "".join(f"half of {i}?,\\frac{{{i}}}{{2}}\n" for i in range(1, 21)), encoding="utf-8"
-    )
-    train, info = read(prepare(str(path), question="q", answer="a", reward="math"))["train"]
-    assert "\\boxed" in train[0].messages[0]["content"]
-    assert info.reward == "math"
-
-
-def test_a_users_file_with_a_reward_function(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "def reward(completion, answer):\n    return float(completion == answer)\n", encoding="utf-8"
-    )
-    path = own_file(tmp_path / "mine.jsonl", sums(10))
-    info = read(prepare(str(path), question="q", answer="a", reward="mine.py:reward"))["train"][1]
-    assert info.reward == f"{tmp_path / 'mine.py'}:reward"
-
-
-@pytest.mark.parametrize(
-    ("change", "reward", "reason"),
-    [
-        ({"a": "many"}, "gsm8k", "mine.jsonl line 4: the reference answer .* scores 0 under"),
-        (
-            {"a": "many of them"},
-            "math",
-            "mine.jsonl line 4: The answer 'many of them' is not a number or a formula",
-        ),
-        ({"a": ""}, "math", "mine.jsonl line 4 has an empty 'a'"),
-    ],
-)
-def test_a_bad_row_of_a_users_file_is_named(
-    tmp_path: Path, change: dict[str, str], reward: str, reason: str
-) -> None:
-    rows = sums(10)
-    rows[3] |= change
-    with pytest.raises(DataError, match=reason):
-        prepare(str(own_file(tmp_path / "mine.jsonl", rows)), question="q", answer="a", reward=reward)
-    assert not Path("data").exists()
-
-
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -237,13 +196,6 @@ def test_prepared_files_are_replaced_atomically(tmp_path: Path) -> None:
         prepare("gsm8k", source=tmp_path / "raw", out=out)
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "raw"]
-
-
-def test_the_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
-    folders = [
-        prepare("gsm8k", synthetic=True, limit=16, seed=4, out=tmp_path / name) for name in ("one", "two")
-    ]
-    assert read(folders[0]) == read(folders[1])
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "graph_color", "arc_agi"])

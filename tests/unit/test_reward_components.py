@@ -118,14 +118,6 @@ def test_a_run_scores_with_the_reward_list_of_its_settings(own: str, tmp_path: P
         pool.close()
 
 
-def test_every_function_scores_the_example_first(own: str) -> None:
-    Path(own).write_text(OWN + "\ndef broken(prompt, completion):\n    return None\n")
-    with pytest.raises(
-        ConfigError, match=r"The reward \S+mine\.py:broken does not work: .* returned None for prompt"
-    ):
-        load_components(["gsm8k", f"{own}:broken"], example=prompt())
-
-
 @pytest.mark.parametrize(
     ("specs", "names"),
     [

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,6 @@ from skylite.rewards.gsm8k import final_number
 from skylite.rewards.math import parse_truth
 from skylite.rewards.reasoning_gym import from_json, to_json
 from skylite.types import Prompt, is_number
-from skylite.user_functions import resolve_spec
 from tests.unit.data_cases import RELEASED, prompt
 
 
@@ -60,10 +58,6 @@ def test_gsm8k_compares_numbers_not_text() -> None:
     assert reward_of("gsm8k", asked, "so\n#### 1,081") == 0.0
     assert reward_of("gsm8k", asked, "1080") == 0.0
     assert reward_of("gsm8k", prompt(answer="unknown"), "nothing here") == 0.0
-
-
-def test_format_ignores_whether_the_number_is_right() -> None:
-    assert [reward_of("format", prompt(), text) for text in ("#### 8", "8", "#### many")] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.skipif(not RELEASED.is_dir(), reason="the released GSM8K files are not next to this checkout")
@@ -172,26 +166,12 @@ def test_unknown_spec_is_refused(spec: str) -> None:
         load_reward(spec)
 
 
-def test_an_exception_never_counts_as_reward_zero() -> None:
-    def reward(prompt: object, completion: str) -> float:
-        raise ValueError("odd")
-
-    with pytest.raises(RunFailed, match=r"function odd_one raised ValueError: odd .prompt t/train/0"):
-        score("odd_one", reward_function(reward), [(prompt(), "text")])
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e39, 10**400])
 def test_a_nan_reward_reaches_the_anomaly_rules_in_training_and_is_refused_elsewhere(value: float) -> None:
     reward = reward_function(lambda **_: value)
     assert not is_number(score("odd_one", reward, [(prompt(), "text")])[0])
     with pytest.raises(RunFailed, match=r"function odd_one returned .* for prompt t/train/0"):
         finite_scores("odd_one", reward, [(prompt(), "text")])
-
-
-@pytest.mark.parametrize("value", [None, "1.0", [1.0]])
-def test_a_reward_of_another_type_is_refused(value: Any) -> None:
-    with pytest.raises(RunFailed, match=r"function odd_one returned .* for prompt t/train/0"):
-        score("odd_one", reward_function(lambda **_: value), [(prompt(), "text")])
 
 
 RIGHT = {
@@ -218,8 +198,3 @@ def test_reference_completion_scores_one(spec: str, answer: str) -> None:
     reference = reference_completion(spec, answer)
     assert reference is not None
     assert reward_of(spec, asked, reference) == 1.0
-
-
-def test_resolved_spec_does_not_depend_on_the_folder() -> None:
-    assert resolve_spec("gsm8k") == "gsm8k"
-    assert resolve_spec("sub/mine.py:reward") == f"{Path.cwd()}/sub/mine.py:reward"

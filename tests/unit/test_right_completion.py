@@ -144,10 +144,10 @@ def test_flags_that_do_not_fit(flags: dict[str, object], reason: str) -> None:
 
 
 def test_worked_examples_show_the_form_that_the_reward_wants() -> None:
-    few = prepared("r1", few_shot="2")[1].few_shot
+    few = prepared("r1", few_shot=2)[1].few_shot
     assert [turn["content"] for turn in few[1::2]] == ["<answer>1</answer>", "<answer>2</answer>"]
     with pytest.raises(ConfigError, match="wants thoughts before the answer"):
-        prepared("open_r1", few_shot="2")
+        prepared("open_r1", few_shot=2)
 
 
 def test_no_answer_with_a_reward_that_asks_for_one() -> None:

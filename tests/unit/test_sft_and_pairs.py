@@ -210,7 +210,7 @@ def test_texts_without_a_prompt_need_a_column(tmp_path: Path) -> None:
     [
         ({"sft": True, "pairs": True}, "--sft and --pairs make different data"),
         ({"sft": True, "reward": "math"}, "--reward cannot be used with --sft"),
-        ({"pairs": True, "few_shot": "2"}, "--few-shot cannot be used with --pairs"),
+        ({"pairs": True, "few_shot": 2}, "--few-shot cannot be used with --pairs"),
         ({"sft": True, "no_answer": True}, "--no-answer cannot be used with --sft"),
         ({"pairs": True}, "no column chosen and rejected: it has 'messages'"),
         ({"sft": True, "question": "none"}, "has no column 'none'"),

@@ -62,8 +62,6 @@ class PrepareFlags(Flags):
     """Column with reference answers. Default: answer, or the chat's last turn."""
     no_answer: Annotated[bool, Flag("--no-answer", COLUMNS)] = False
     """The data has no reference answers, and the reward needs none."""
-    id: Annotated[str | None, Flag("--id", COLUMNS)] = None
-    """Column with unique ids. Default: row numbers."""
     sft: Annotated[bool, Flag("--sft", COLUMNS)] = False
     """Chats to learn: messages, conversations, or prompt and completion. For algorithm.name=sft."""
     pairs: Annotated[bool, Flag("--pairs", COLUMNS)] = False
@@ -74,8 +72,8 @@ class PrepareFlags(Flags):
     """Setting of the reward, e.g. reward.answer_pattern=REGEX. Repeatable. Default: the reward's."""
     system: Annotated[str | None, Flag("--system", PROMPT)] = None
     """System prompt; "" is none. Default: the chat's, else the one that goes with the reward."""
-    few_shot: Annotated[str | None, Flag("--few-shot", PROMPT, metavar="N|FILE")] = None
-    """Worked examples: the first N training rows, or a file of rows. Default: no examples."""
+    few_shot: Annotated[int | None, Flag("--few-shot", PROMPT)] = Field(None, ge=1)
+    """Worked examples: the first N training rows. Default: no examples."""
     answer_template: Annotated[str | None, Flag("--answer-template", PROMPT, metavar="TEXT")] = None
     """A right completion for your own reward, with {answer} in it. Default: usual forms are tried."""
     best_reward: Annotated[float | None, Flag("--best-reward", PROMPT)] = None
@@ -125,7 +123,7 @@ class PrepareFlags(Flags):
 MODULE = ("source", "synthetic", "first_source", "difficulty")
 """Fields that data_prep files take."""
 FILE = (
-    "config", "split", "validation_split", "test_split", "question", "answer", "id", "reward", "system",
+    "config", "split", "validation_split", "test_split", "question", "answer", "reward", "system",
     "few_shot", "answer_template", "best_reward",
 )  # fmt: skip
 """Fields that a user's own data takes."""

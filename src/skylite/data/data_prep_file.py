@@ -20,7 +20,9 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 
 from skylite.config.bundled import bundled_names, find_file
 from skylite.data.examples import Example, ExampleSet, sample_rows
@@ -36,10 +38,6 @@ from skylite.user_functions import UserCodeFailed, import_file, user_code
 Tables = dict[str, Table]
 """Split -> its rows."""
 SyntheticRows = Callable[[str, int, Sequence[int], int | None], Table]
-_TEXTS = ("NAME", "SYSTEM", "REWARD")
-_FUNCTIONS = ("to_prompt", "reference")
-_SOURCES = ("load_rows", "synthetic_rows")
-"""A data_prep file has one of them, or both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,44 +73,59 @@ def find_dataset_file(target: str) -> Path:
 def load_dataset(target: str, *, has_answers: bool = True) -> DatasetModule:
     """Find, import and check a data_prep file. Raises DataError with the file and the reason."""
     path = find_dataset_file(target)
-    module = import_file(path, "data_prep file")
-    sources = _check_names(path, module, has_answers)
+    module = vars(import_file(path, "data_prep file"))
+    try:
+        names = _Names.model_validate(module, context=has_answers)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])[1:]
+        raise DataError(
+            f"The data_prep file {path} cannot be used: {f'{where}: ' if where else ''}{first['msg']}.",
+            "Compare it with data_prep/gsm8k.py.",
+        ) from None
+
+    def guarded(function: Callable[..., Any] | None) -> Any:
+        return None if function is None else _guarded(path, function)
+
     return DatasetModule(
         path=path,
-        name=module.NAME,
-        system=module.SYSTEM,
-        few_shot=module.FEW_SHOT,
-        reward=module.REWARD,
-        load_rows=_guarded(path, module.load_rows) if "load_rows" in sources else None,
-        to_prompt=_guarded(path, module.to_prompt),
-        reference=_guarded(path, module.reference) if has_answers else None,
-        synthetic_rows=_guarded(path, module.synthetic_rows) if "synthetic_rows" in sources else None,
-        drop_failing=getattr(module, "DROP_FAILING", False) is True,
+        name=names.NAME,
+        system=names.SYSTEM,
+        few_shot=names.FEW_SHOT,
+        reward=names.REWARD,
+        load_rows=guarded(names.load_rows),
+        to_prompt=guarded(names.to_prompt),
+        reference=guarded(names.reference) if has_answers else None,
+        synthetic_rows=guarded(names.synthetic_rows),
+        drop_failing=names.DROP_FAILING,
     )
 
 
-def _check_names(path: Path, module: Any, has_answers: bool) -> list[str]:
-    """The names of _SOURCES that the file defines. Raises DataError if another is missing or wrong."""
-    functions = _FUNCTIONS if has_answers else _FUNCTIONS[:-1]
-    for name in (*_TEXTS, "FEW_SHOT", *functions):
-        if not hasattr(module, name):
-            raise DataError(
-                f"The data_prep file {path} does not define {name}.", "Copy data_prep/gsm8k.py and edit it."
-            )
-    for name in _TEXTS:
-        if not isinstance(getattr(module, name), str):
-            raise DataError(f"{name} in {path} is {type(getattr(module, name)).__name__}, not text.")
-    sources = [name for name in _SOURCES if hasattr(module, name)]
-    if not sources:
-        raise DataError(
-            f"The data_prep file {path} defines neither load_rows nor synthetic_rows.",
-            "Copy data_prep/gsm8k.py and edit it.",
-        )
-    for name in (*sources, *functions):
-        if not callable(getattr(module, name)):
-            raise DataError(f"{name} in {path} is {type(getattr(module, name)).__name__}, not a function.")
-    _check_few_shot(path, module.FEW_SHOT)
-    return sources
+class _Names(BaseModel):
+    """The names of a data_prep file."""
+
+    model_config = ConfigDict(strict=True)
+
+    NAME: str
+    SYSTEM: str
+    FEW_SHOT: list[Message]
+    REWARD: str
+    to_prompt: Callable[..., Prompt]
+    reference: Callable[..., str] | None = None
+    load_rows: Callable[..., Table] | None = None
+    synthetic_rows: Callable[..., Table] | None = None
+    DROP_FAILING: bool = False
+
+    @model_validator(mode="after")
+    def check(self, info: ValidationInfo) -> Self:
+        roles = [turn["role"] for turn in self.FEW_SHOT]
+        if roles != ["user", "assistant"] * (len(roles) // 2):
+            raise ValueError("FEW_SHOT does not hold user and assistant turns in turn")
+        if self.load_rows is None and self.synthetic_rows is None:
+            raise ValueError("it defines neither load_rows nor synthetic_rows")
+        if self.reference is None and info.context:
+            raise ValueError("it does not define reference")
+        return self
 
 
 def _guarded(path: Path, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -281,16 +294,3 @@ def _to_examples(
         has_answers=module.reference is not None,
         drop_failing=module.drop_failing,
     )
-
-
-def _check_few_shot(path: Path, turns: object) -> None:
-    roles = ("user", "assistant")
-    if not isinstance(turns, list) or len(turns) % 2:
-        raise DataError(f"FEW_SHOT in {path} is not a list of alternating user and assistant turns.")
-    for i, turn in enumerate(turns):
-        if not (
-            isinstance(turn, dict)
-            and turn.get("role") == roles[i % 2]
-            and isinstance(turn.get("content"), str)
-        ):
-            raise DataError(f'FEW_SHOT[{i}] in {path} is not {{"role": "{roles[i % 2]}", "content": text}}.')

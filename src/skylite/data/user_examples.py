@@ -9,14 +9,13 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from skylite.config.rollout import RewardParameters
 from skylite.data.chats import Question, chat_value, is_chat_as_text, read_answer, read_pair, read_question
 from skylite.data.examples import Example, ExampleSet, sample_rows
 from skylite.data.prompts import SPLITS, Kind, Split
-from skylite.data.raw_rows import READABLE, Row, Table, is_whole_float, read_table
+from skylite.data.raw_rows import Row, Table, is_whole_float
 from skylite.data.user_tables import OwnSource, filter_rows, read_own_tables
 from skylite.errors import ConfigError, DataError
 from skylite.notes import Note, warning
@@ -42,7 +41,6 @@ class Columns:
     """None: pairs, of which the chats have the prompt."""
     answer: str | None
     """None: the last turn of the chat is the answer, or there are no answers."""
-    id: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +55,6 @@ class ColumnFlags:
     """Column of reference answers. None: one of ANSWERS, else the last turn of the chat."""
     has_answers: bool = True
     """False: the rows have no reference answers."""
-    id: str | None = None
-    """Column of ids. None: the row's number."""
 
 
 def choose_columns(flags: ColumnFlags, first: Row) -> tuple[Columns, list[str]]:
@@ -71,7 +67,7 @@ def choose_columns(flags: ColumnFlags, first: Row) -> tuple[Columns, list[str]]:
         raise ConfigError(f"{flags.target} needs --question: {which}.", "Name the column.")
     question = found[0] if flags.question is None else flags.question
     if not flags.has_answers:
-        return Columns(question, None, flags.id), []
+        return Columns(question, None), []
     if missing:
         raise ConfigError(
             f"{flags.target} needs --answer: it has {names}.",
@@ -83,7 +79,7 @@ def choose_columns(flags: ColumnFlags, first: Row) -> tuple[Columns, list[str]]:
     if flags.question is None or flags.answer is None:
         text = f"column {answer!r}" if answer else "the last turn of the chat"
         notes.append(f"question: column {question!r}; answer: {text}")
-    return Columns(question, answer, flags.id), notes
+    return Columns(question, answer), notes
 
 
 def choose_sft_columns(flags: ColumnFlags, first: Row) -> tuple[Columns, list[str]]:
@@ -102,7 +98,7 @@ def choose_sft_columns(flags: ColumnFlags, first: Row) -> tuple[Columns, list[st
             "Name the columns: --question COLUMN, and --answer COLUMN for the replies.",
         )
     text = f"column {answer!r}" if answer else "the last turn of the chat"
-    return Columns(question, answer, flags.id), [f"prompt: column {question!r}; reply: {text}"]
+    return Columns(question, answer), [f"prompt: column {question!r}; reply: {text}"]
 
 
 def choose_pair_columns(flags: ColumnFlags, first: Row) -> tuple[Columns, list[str]]:
@@ -115,7 +111,7 @@ def choose_pair_columns(flags: ColumnFlags, first: Row) -> tuple[Columns, list[s
         )
     question = flags.question or next(iter(_named(("prompt", "question", "problem"), first)), None)
     text = f"column {question!r}" if question else "the common beginning of chosen and rejected"
-    return Columns(question, "chosen", flags.id), [f"prompt: {text}"]
+    return Columns(question, "chosen"), [f"prompt: {text}"]
 
 
 def missing_flags(flags: ColumnFlags, first: Row) -> list[str]:
@@ -159,8 +155,8 @@ class OwnData:
     """Names under which the reward asks for an answer that the data does not have: it gets an empty text."""
     system: str | None = None
     """System text of every prompt. None: the chat's own, else that of the reward."""
-    few_shot: str | None = None
-    """A number of first training rows, or a file."""
+    few_shot: int = 0
+    """A number of first training rows."""
     where: Sequence[str] = ()
     drop_failing: bool = False
     """Leave out rows without a question or an answer."""
@@ -190,7 +186,6 @@ def user_file_examples(data: OwnData) -> ExampleSet:
         form, form_notes = data.find_form([example.prompt for example in maker.examples("train", few)])
         maker, notes = replace(maker, form=form), [*notes, *form_notes]
     maker = replace(maker, few_shot=[turn for row in examples for turn in maker.worked_example(row)])
-    maker.check_ids(tables)
     full = hold_out_missing(tables, maker.key, data.seed, notes)
     full["train"] = sample_rows(full["train"], data.limit, data.seed)
     splits = {split: maker.examples(split, full[split]) for split in SPLITS}
@@ -212,20 +207,9 @@ def user_file_examples(data: OwnData) -> ExampleSet:
 
 def few_shot_rows(data: OwnData, train: Table) -> tuple[Sequence[Row], Table]:
     """The rows of the worked examples, and the training rows without them. Raises ConfigError."""
-    if data.few_shot is None:
-        return [], train
-    if data.few_shot.endswith(READABLE):
-        return read_table(Path(data.few_shot)).rows, train
-    if not (data.few_shot.isdecimal() and int(data.few_shot)):
-        raise ConfigError(
-            f"--few-shot {data.few_shot} is neither a number of rows nor a {', '.join(READABLE)} file.",
-            "E.g. --few-shot 3 or --few-shot examples.jsonl.",
-        )
-    count = int(data.few_shot)
-    if count >= len(train.rows):
-        raise ConfigError(
-            f"--few-shot {count} takes all {len(train.rows)} training rows.", "Take fewer, or give a file."
-        )
+    count = data.few_shot
+    if count and count >= len(train.rows):
+        raise ConfigError(f"--few-shot {count} takes all {len(train.rows)} training rows.", "Take fewer.")
     return train.rows[:count], replace(train, rows=train.rows[count:])
 
 
@@ -316,7 +300,7 @@ class PromptMaker:
     def examples(self, split: Split, table: Table) -> list[Example]:
         """The examples of a split. Raises DataError with file, line and reason."""
         name = self.data.source.name
-        return [self._example(row, f"{name}/{split}/{self._id(row)}") for row in table.rows]
+        return [self._example(row, f"{name}/{split}/{row.index}") for row in table.rows]
 
     def readable(self, table: Table, notes: list[Note | str]) -> Table:
         """The rows that have a question and an answer, with a note on the others."""
@@ -337,17 +321,6 @@ class PromptMaker:
                 f"the first: {refused[0].what}"
             )
         return replace(table, rows=rows)
-
-    def check_ids(self, tables: dict[Split, Table]) -> None:
-        """Raise DataError if two rows have the same id."""
-        seen: dict[str, str] = {}
-        for row in (row for t in tables.values() for row in t.rows if self.columns.id is not None):
-            first = seen.setdefault(self._id(row), row.where)
-            if first != row.where:
-                raise DataError(
-                    f"{first} and {row.where} have the same {self.columns.id!r}, {self._id(row)!r}.",
-                    "Correct or delete one of them, or leave --id out.",
-                )
 
     def worked_example(self, row: Row) -> list[Message]:
         """The turns of a row and a perfect completion. Raises DataError."""
@@ -423,9 +396,6 @@ class PromptMaker:
                 )
             )
         return notes
-
-    def _id(self, row: Row) -> str:
-        return str(row.index) if self.columns.id is None else row.text(self.columns.id)
 
     def _read(self, row: Row) -> tuple[Question, str | None]:
         """What the row asks, and the rejected reply of a pair."""

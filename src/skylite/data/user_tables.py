@@ -207,10 +207,10 @@ def choose_files(found: SplitFiles, config: str | None, split: str, where: str) 
         )
     splits = found[chosen]
     if split not in splits:
-        hint = "Choose one with --split, --validation-split or --test-split."
-        if f"partial-{split}" in splits:
-            hint = f"The hub converted only a part of {split}; download the files and give the folder."
-        raise ConfigError(f"{where} has no split {split!r}; it has {_names(splits)}.", hint)
+        raise ConfigError(
+            f"{where} has no split {split!r}; it has {_names(splits)}.",
+            "Choose one with --split, --validation-split or --test-split.",
+        )
     _check_complete(splits[split], split, where)
     return splits[split]
 
@@ -242,7 +242,7 @@ def _check_complete(files: list[str], split: str, where: str) -> None:
 
 
 def _names(values: Iterable[str]) -> str:
-    names = sorted(value for value in values if not value.startswith("partial-"))
+    names = sorted(values)
     return ", ".join(names[:30]) + (", ..." if len(names) > 30 else "")
 
 

@@ -17,12 +17,10 @@ from skylite.evaluation.confidence_interval import score_name, score_value
 from skylite.export.canary_check import Check
 from skylite.export.plan import ExportPlan
 from skylite.run.metrics_file import read_metrics
-from skylite.ui.curve import curve
 from skylite.untrusted_text import plain
 
 MESSAGES = "first_messages.json"
 """File with the turns before the question of every training prompt."""
-CURVE_WIDTH, CURVE_HEIGHT = 60, 4
 CURVES = {
     "reward/mean": "mean reward",
     "reward/right_frac": "share of right completions",
@@ -155,7 +153,7 @@ def settings_table(plan: ExportPlan, config: TrainConfig) -> str:
 
 
 def results(plan: ExportPlan) -> str:
-    """Held-out scores and the curves up to the exported step."""
+    """Held-out scores, and the metrics of the first and the exported step."""
     lines = []
     if plan.scores:
         config = plan.run_config.config.eval
@@ -176,8 +174,7 @@ def results(plan: ExportPlan) -> str:
         values = [number(m.get(key)) for m in steps]
         finite = [v for v in values if math.isfinite(v)]
         if len(finite) > 1:
-            head = f"{title}: {finite[0]:.4g} at first, {finite[-1]:.4g} at last"
-            lines += [head, "", "```text", *curve(values, CURVE_WIDTH, CURVE_HEIGHT), "```", ""]
+            lines.append(f"- {title}: {finite[0]:.4g} at first, {finite[-1]:.4g} at last")
     return "\n".join(lines)
 
 
