@@ -13,7 +13,6 @@ from pathlib import Path
 from skylite.data.hub import hub_table
 from skylite.data.raw_rows import Row, Table, hold_out, join_tables, read_table
 from skylite.errors import DataError
-from skylite.rewards.math import last_boxed
 from skylite.types import Message, Prompt
 
 NAME = "hendrycks_math"
@@ -112,3 +111,19 @@ def to_prompt(row: Row, prompt_id: str) -> Prompt:
 def reference(row: Row) -> str:
     """The worked solution of the data set."""
     return row.text("solution")
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last \\boxed{...} or \\fbox{...}, or what follows "\\boxed "; None without one."""
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return None
+    rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox").lstrip()
+    if not rest.startswith("{"):
+        return rest.partition("$")[0].strip() or None
+    depth = 0
+    for position, character in enumerate(rest):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[1:position].strip() or None
+    return None

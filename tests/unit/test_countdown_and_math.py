@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from skylite.config.bundled import bundled_folder
 from skylite.data.prompts import read_prompts
 from skylite.errors import DataError, SkyliteError
 from skylite.rewards.countdown import countdown, evaluate
-from skylite.rewards.math import last_boxed
 from skylite.types import Prompt
+from skylite.user_functions import import_file
 from tests.prepared import prepare
 
 SPLITS = ("train", "validation", "test")
@@ -203,7 +204,8 @@ def test_math_by_subject_and_level(tmp_path: Path) -> None:
     ],
 )
 def test_the_last_box_is_the_answer(text: str, answer: str | None) -> None:
-    assert last_boxed(text) == answer
+    module = import_file(bundled_folder("data_prep") / "hendrycks_math.py", "data_prep file")
+    assert module.last_boxed(text) == answer
 
 
 def test_beginnings_without_an_end_take_time_in_proportion_to_the_text() -> None:

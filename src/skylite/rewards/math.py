@@ -57,22 +57,6 @@ def parse_truth(answer: str) -> tuple[Any, ...]:
     return tuple(formula)
 
 
-def last_boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...} or \\fbox{...}, or what follows "\\boxed "; None without one."""
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
-    if start < 0:
-        return None
-    rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox").lstrip()
-    if not rest.startswith("{"):
-        return rest.partition("$")[0].strip() or None
-    depth = 0
-    for position, character in enumerate(rest):
-        depth += (character == "{") - (character == "}")
-        if depth == 0:
-            return rest[1:position].strip() or None
-    return None
-
-
 def closed_box(text: str) -> str | None:
     r"""The content of the last \boxed{...} that is closed, without whitespace; None without one."""
     for match in reversed(list(_BOXED.finditer(text))):
