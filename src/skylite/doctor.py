@@ -105,16 +105,13 @@ def bad(check: str, text: str, fix: str) -> Finding:
 
 
 def check_packages() -> list[Finding]:
-    """Packages are as tested: all that skylite needs, those installed of its extras, and torch for these."""
-    needed = {requirement.name for requirement in requirements(DISTRIBUTION)}
-    optional = [r for r in requirements(DISTRIBUTION, extra=None) if r.name not in needed]
-    users = {"torchvision", *(r.name for r in optional)}
-    torch = [(name, r) for name in sorted(users) if _version(name) for r in requirements(name)]
-    checks = [
-        *(("skylite", r) for r in requirements(DISTRIBUTION)),
-        *(("skylite", r) for r in optional if _version(r.name)),
-        *((name, r) for name, r in torch if r.name == "torch"),
-    ]
+    """Packages are as tested: what skylite needs, what is installed of the engine's, and torch for those."""
+    needed = list(requirements(DISTRIBUTION))
+    extra = requirements(DISTRIBUTION, "gpu" if _has_gpus() else "cpu")
+    of_engine = [r for r in extra if r not in needed and _version(r.name)]
+    users = [name for name in ("torchvision", *(r.name for r in of_engine)) if _version(name)]
+    torch = [(name, r) for name in users for r in requirements(name) if r.name == "torch"]
+    checks = [*(("skylite", r) for r in (*needed, *of_engine)), *torch]
     findings = [f for package, r in checks if (f := _check_requirement(package, r)) is not None]
     return findings or [ok("packages", f"all in the tested ranges; Python {platform.python_version()}")]
 

