@@ -181,7 +181,8 @@ def _choose_by_cov(
     order = torch.argsort(keys)
     generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
     chosen = algorithm.select_by_cov(adv[order], policy[order], is_out[order].bool(), generator)
-    return [torch.isin(m.keys, keys[order][chosen]) for m in micro_batches]
+    keys = keys[order][chosen]
+    return [torch.isin(m.keys, keys) for m in micro_batches]
 
 
 def loss_inputs(
