@@ -14,12 +14,11 @@ from skylite.run.run_dir import RunDir
 from skylite.trainer.micro_batch_memory import (
     MAX_TOKENS_PER_PASS,
     TOKEN_MULTIPLE,
-    PassMemory,
     first_line,
-    fit_pass_memory,
     halve_micro_batches,
     is_out_of_memory,
     memory_so_far,
+    most_tokens,
     resolve_micro_batch_tokens,
     with_micro_batch_tokens,
 )
@@ -29,11 +28,11 @@ from tests.small_run import settings
 
 
 def test_the_line_through_two_passes_gives_the_largest_micro_batch() -> None:
-    found = fit_pass_memory((100, 300), (1500.0, 3500.0))
-    assert found == PassMemory(fixed=500.0, per_token=10.0)
-    assert found.max_tokens(500 + 10 * 1000) == 960  # 1000, rounded down to a multiple of 64
-    assert found.max_tokens(0) == TOKEN_MULTIPLE
-    assert PassMemory(0.0, 1e-9).max_tokens(1e12) == MAX_TOKENS_PER_PASS
+    sizes, peaks = (100, 300), (1500.0, 3500.0)
+    assert most_tokens(sizes, peaks, 500 + 10 * 1000) == (960, 10.0)  # 1000, down to a multiple of 64
+    assert most_tokens(sizes, peaks, 0)[0] == TOKEN_MULTIPLE
+    assert most_tokens(sizes, peaks, 1e12)[0] == MAX_TOKENS_PER_PASS
+    assert most_tokens(sizes, (900.0, 800.0), 1e9)[0] == MAX_TOKENS_PER_PASS, "a falling measurement"
 
 
 def test_the_memory_of_a_gpu_is_a_metric_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,10 +42,6 @@ def test_the_memory_of_a_gpu_is_a_metric_of_its_own(monkeypatch: pytest.MonkeyPa
     assert found["mem/gpu_peak_bytes"] == 3 * 2**30
     assert 1e7 < found["mem/rss_peak_bytes"] < 1e12
     assert list(memory_so_far(torch.device("cpu"))) == ["mem/rss_peak_bytes"]
-
-
-def test_a_flat_or_falling_measurement_is_bounded() -> None:
-    assert fit_pass_memory((100, 300), (900.0, 800.0)).max_tokens(1e9) == MAX_TOKENS_PER_PASS
 
 
 def test_auto_is_measured_once_and_reused_on_resume(tiny_llama: Path, dist: Dist, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import resource
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -51,23 +50,16 @@ FAILED_ALLOCATIONS = (
 """torch raises these as RuntimeError or its subclass AcceleratorError, not as OutOfMemoryError."""
 
 
-@dataclass(frozen=True, slots=True)
-class PassMemory:
-    """Peak memory of a forward and backward pass: bytes = fixed + per_token * tokens."""
+def most_tokens(sizes: tuple[int, int], peaks: tuple[float, float], limit: float) -> tuple[int, float]:
+    """The most tokens whose pass takes at most `limit` bytes, and bytes per token.
 
-    fixed: float
-    per_token: float
-
-    def max_tokens(self, limit: float) -> int:
-        """The most tokens whose pass takes at most `limit` bytes: a multiple of TOKEN_MULTIPLE, never 0."""
-        tokens = int((limit - self.fixed) / self.per_token) if self.per_token > 0 else MAX_TOKENS_PER_PASS
-        return max(TOKEN_MULTIPLE, min(tokens, MAX_TOKENS_PER_PASS) // TOKEN_MULTIPLE * TOKEN_MULTIPLE)
-
-
-def fit_pass_memory(sizes: tuple[int, int], peaks: tuple[float, float]) -> PassMemory:
-    """The line through two measured passes, given by their tokens and peak bytes."""
+    On the line through two measured passes, given by their tokens and peak bytes. The tokens are a multiple
+    of TOKEN_MULTIPLE, never 0.
+    """
     per_token = (peaks[1] - peaks[0]) / (sizes[1] - sizes[0])
-    return PassMemory(fixed=max(0.0, peaks[0] - per_token * sizes[0]), per_token=per_token)
+    fixed = max(0.0, peaks[0] - per_token * sizes[0])
+    tokens = int((limit - fixed) / per_token) if per_token > 0 else MAX_TOKENS_PER_PASS
+    return max(TOKEN_MULTIPLE, min(tokens, MAX_TOKENS_PER_PASS) // TOKEN_MULTIPLE * TOKEN_MULTIPLE), per_token
 
 
 def measure_micro_batch_tokens(
@@ -86,14 +78,13 @@ def measure_micro_batch_tokens(
     count = min(max(fewest + 2, sizes[1] // completion), _most_sequences(fewest, small[1], limit, dist))
     if count > fewest:
         large = _measured_pass(policy, count, longest_prompt, completion)
-        memory = fit_pass_memory((small[0], large[0]), (small[1], large[1]))
         passes = f"passes of {small[0]} and {large[0]} tokens"
     else:
-        memory = PassMemory(fixed=0.0, per_token=small[1] / small[0])
+        large = (2 * small[0], 2 * small[1])
         passes = f"a pass of {small[0]} tokens, beside which no second one fits,"
-    tokens = -int(_largest(-memory.max_tokens(limit), dist))
-    reason = f"{passes} took {memory.per_token / 2**20:.2f} MiB per token; {limit / 2**30:.1f} GiB are free"
-    return tokens, reason
+    tokens, per_token = most_tokens((small[0], large[0]), (small[1], large[1]), limit)
+    reason = f"{passes} took {per_token / 2**20:.2f} MiB per token; {limit / 2**30:.1f} GiB are free"
+    return -int(_largest(-tokens, dist)), reason
 
 
 def _most_sequences(count: int, peak: float, limit: float, dist: Dist) -> int:
