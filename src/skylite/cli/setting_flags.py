@@ -50,6 +50,7 @@ def _own_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
             help=" ".join((field.description or "").split()),
             min=least,
             metavar=flag.metavar,
+            show_default=flag.default or True,
             rich_help_panel=flag.heading,
         )
         metadata = [option]

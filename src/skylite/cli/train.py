@@ -11,11 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from pydantic import Field
 
 from skylite.cli.options import RUNS
-from skylite.cli.setting_flags import takes_settings
-from skylite.config.base_section import LENGTH, RUN, SAFETY, WHAT
+from skylite.cli.setting_flags import Flags, takes_settings
+from skylite.config.base_section import LENGTH, RUN, SAFETY, WHAT, Flag
 from skylite.config.loading import load_config, read_run_config
 from skylite.config.provenance import Provenance
 from skylite.config.train import TrainConfig
@@ -31,101 +31,55 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-Recipe = Annotated[
-    str | None,
-    typer.Option(
-        help="TOML or YAML file, or the name of a bundled recipe.",
-        show_default="the bundled one for this machine",
-        rich_help_panel=WHAT,
-    ),
-]
-MaxHours = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        help="Stop before the step that would exceed these hours.",
-        show_default="no limit",
-        rich_help_panel=LENGTH,
-    ),
-]
-NewRun = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder of the new run.",
-        show_default="runs/RECIPE-DATE; runs/DATA-DATE with --data and no recipe",
-        rich_help_panel=RUN,
-    ),
-]
-Resume = Annotated[
-    Path | None,
-    typer.Option(
-        help="Resume this run from its newest valid checkpoint.",
-        show_default="start a new run",
-        rich_help_panel=RUN,
-    ),
-]
-At = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        help="With --resume: use the checkpoint of this step; 0 starts the run again.",
-        show_default="the newest",
-        rich_help_panel=RUN,
-    ),
-]
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run",
-        help="Check everything, print the resolved settings, start nothing.",
-        rich_help_panel=SAFETY,
-    ),
-]
+class TrainFlags(Flags):
+    """The flags of `skylite train` that are not settings."""
+
+    provenance: Provenance
+    recipe: Annotated[str | None, Flag("--recipe", WHAT, default="the bundled one for this machine")] = None
+    """TOML or YAML file, or the name of a bundled recipe."""
+    max_hours: Annotated[float | None, Flag("--max-hours", LENGTH, default="no limit")] = Field(None, ge=0)
+    """Stop before the step that would exceed these hours."""
+    run: Annotated[
+        Path | None,
+        Flag("--run", RUN, default="runs/RECIPE-DATE; runs/DATA-DATE with --data and no recipe"),
+    ] = None
+    """Folder of the new run."""
+    resume: Annotated[Path | None, Flag("--resume", RUN, default="start a new run")] = None
+    """Resume this run from its newest valid checkpoint."""
+    at: Annotated[int | None, Flag("--at", RUN, default="the newest")] = Field(None, ge=0)
+    """With --resume: use the checkpoint of this step; 0 starts the run again."""
+    dry_run: Annotated[bool, Flag("--dry-run", SAFETY)] = False
+    """Check everything, print the resolved settings, start nothing."""
 
 
 @takes_settings("all", of="recipe")
-def train(
-    provenance: Provenance,
-    recipe: Recipe = None,
-    max_hours: MaxHours = None,
-    run: NewRun = None,
-    resume: Resume = None,
-    at: At = None,
-    dry_run: DryRun = False,
-) -> None:
+def train(flags: TrainFlags) -> None:
     """Train, or resume a run. Raises SkyliteError subclasses.
 
     Exits 130 after a clean stop by Ctrl-C, and 0 after a stop by --max-hours.
     """
     from skylite.rollout.session import TimeLimit
 
-    if resume is not None:
-        _refuse_flags_on_resume(provenance, recipe, run)
-    elif at is not None:
+    if flags.resume is not None:
+        _refuse_flags_on_resume(flags)
+    elif flags.at is not None:
         raise ConfigError(
-            f"--at {at} chooses a checkpoint of the run to resume, but --resume is missing.",
+            f"--at {flags.at} chooses a checkpoint of the run to resume, but --resume is missing.",
             "Add --resume RUN, or remove --at.",
         )
-    limit = TimeLimit(max_hours) if max_hours is not None else None
-    if dry_run:
+    limit = TimeLimit(flags.max_hours) if flags.max_hours is not None else None
+    if flags.dry_run:
         show_printed()
-    if resume is not None:
-        finished = _resume(provenance, RunDir(resume.resolve()), at, limit, dry_run=dry_run)
+    if flags.resume is not None:
+        finished = _resume(flags, RunDir(flags.resume.resolve()), limit)
     else:
-        finished = _start(provenance, recipe, run, limit, dry_run=dry_run)
+        finished = _start(flags, limit)
     if not finished and not (limit is not None and limit.reached):
         sys.exit(130)
 
 
-def _start(
-    provenance: Provenance,
-    chosen: str | None,
-    run: Path | None,
-    limit: TimeLimit | None,
-    *,
-    dry_run: bool,
-) -> bool:
-    """Start a new run, of the `chosen` recipe. Returns whether it finished."""
+def _start(flags: TrainFlags, limit: TimeLimit | None) -> bool:
+    """Start a new run. Returns whether it finished."""
     from skylite.cli.train_defaults import (
         default_data,
         default_recipe,
@@ -138,15 +92,20 @@ def _start(
     from skylite.rollout.plan import plan_run, write_run
     from skylite.run.own_folders import lock_run
 
+    provenance, chosen = flags.provenance, flags.recipe
     data = provenance.typed.get("data.path")
     recipe = find_recipe(chosen) if chosen else default_recipe(None if data is None else Path(data.value))
     provenance = replace(provenance, file=recipe)
     config = load_config(recipe, provenance)
     follows_data = is_own_data_recipe(recipe)
     name = Path(config.data.path).resolve().name if follows_data else recipe.stem
-    run_dir = RunDir((run or _new_run(name)).resolve())
+    run_dir = RunDir((flags.run or _new_run(name)).resolve())
     is_default = chosen is None and data is None
-    with default_data(config, keep=not dry_run) if is_default else contextlib.nullcontext(config) as readable:
+    with (
+        default_data(config, keep=not flags.dry_run)
+        if is_default
+        else contextlib.nullcontext(config) as readable
+    ):
         sizes: list[Note] = []
         if follows_data:
             from skylite.processes.hardware import choose_device
@@ -155,7 +114,7 @@ def _start(
         plan = plan_run(readable, run_dir, provenance, notes=sizes)
     steps_per_epoch(len(plan.train), plan.config.rollout.prompts_per_step)  # refuses too few prompts
     check_disk_space(plan.run, plan.config, plan.resolved)
-    if dry_run:
+    if flags.dry_run:
         shown = plan.config.data.model_copy(update={"path": config.data.path})
         print_settings(plan.config.model_copy(update={"data": shown}))
         logger.info(ready_text(plan))
@@ -166,9 +125,7 @@ def _start(
         return _train(plan, limit)
 
 
-def _resume(
-    provenance: Provenance, run: RunDir, at: int | None, limit: TimeLimit | None, *, dry_run: bool
-) -> bool:
+def _resume(flags: TrainFlags, run: RunDir, limit: TimeLimit | None) -> bool:
     """Resume an existing run. Returns whether it finished."""
     from skylite.rollout.disk_check import check_disk_space
     from skylite.rollout.resume import plan_resume
@@ -177,10 +134,10 @@ def _resume(
     recorded = read_run_config(run.config_path)
     require_own_folders(run, recorded)
     with contextlib.ExitStack() as locks:
-        if not dry_run:  # before reading the run: a live one may write a newer checkpoint at any moment
+        if not flags.dry_run:  # before reading the run: a live one may write a newer checkpoint at any moment
             locks.enter_context(lock_run(run.root, run.adapters(recorded), recorded.config.lora))
-        plan = plan_resume(run, provenance, at=at)
-        if dry_run:
+        plan = plan_resume(run, flags.provenance, at=flags.at)
+        if flags.dry_run:
             print_settings(plan.config)
             logger.info(ready_text(plan))
             return True
@@ -223,14 +180,14 @@ def _new_run(name: str) -> Path:
     return RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _refuse_flags_on_resume(provenance: Provenance, recipe: str | None, run: Path | None) -> None:
+def _refuse_flags_on_resume(flags: TrainFlags) -> None:
     """Refuse flags that start a new run. rollout/resume.py checks the settings."""
-    if provenance.is_typed("lora.from_adapter"):
+    if flags.provenance.is_typed("lora.from_adapter"):
         raise ConfigError(
             "--from-adapter starts a new run and --resume continues one; they cannot be combined.",
             "Remove one of them.",
         )
-    typed = (["--recipe"] if recipe else []) + (["--run"] if run else [])
+    typed = (["--recipe"] if flags.recipe else []) + (["--run"] if flags.run else [])
     if typed:
         raise ConfigError(
             f"--resume continues a run with its recipe and folder, but {', '.join(typed)} was given too.",
