@@ -17,8 +17,19 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {
+        "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    },
+    "gpt_oss": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama4_text": {
+        "attention_chunk_size": 8, "no_rope_layers": [1, 0], "interleave_moe_layer_step": 1,
+        "num_local_experts": 4, "intermediate_size_mlp": 128,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "deepseek_v3": {
-        "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 1,
         "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32, "q_lora_rank": 16,
         "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
     },
@@ -69,6 +80,10 @@ def tiny_config(family: str) -> Any:
         "phi3": transformers.Phi3Config,
         "gpt_neox": transformers.GPTNeoXConfig,
         "cohere2": transformers.Cohere2Config,
+        "qwen2_moe": transformers.Qwen2MoeConfig,
+        "gpt_oss": transformers.GptOssConfig,
+        "llama4_text": transformers.Llama4TextConfig,
+        "lfm2": transformers.Lfm2Config,
     }
     common = {
         "vocab_size": VOCAB_SIZE,

@@ -86,7 +86,7 @@ def tree_gap(policy: Policy, probe: list[int]) -> float:
     base = policy.model.get_base_model()
     base.set_attn_implementation("eager")
     reference = fast_path_check._probe_logprobs(replace(policy, packing="padded"), probe)
-    base.set_attn_implementation(attention_backends.implementation("sdpa"))
+    base.set_attn_implementation(attention_backends.IMPLEMENTATIONS["sdpa"])
     return fast_path_check._gap(replace(policy, packing="tree"), probe, reference)[0]
 
 

@@ -28,6 +28,7 @@ from skylite.trainer.micro_batches import pack
 from skylite.trainer.trainer import make_algorithm
 from tests.cases import gradients_after_step, policy_of, table_of
 from tests.fake_gpu.compiler import has_compiler
+from tests.model_masks import MASKS, sees
 from tests.rows import random_samples
 from tests.small_run import settings
 
@@ -46,13 +47,13 @@ def random_tree(seed: int) -> Tree:
     return build_tree([s or [1] for s in sequences], groups)
 
 
-def all_pairs(tree: Tree, window: int | None) -> np.ndarray:
+def all_pairs(tree: Tree, mask: str) -> np.ndarray:
     """bool [T, T] from the paths of the sequences."""
-    sees = np.zeros((len(tree.depths),) * 2, dtype=bool)
+    visible = np.zeros((len(tree.depths),) * 2, dtype=bool)
     for path in tree.paths:
-        distance = np.arange(len(path))[:, None] - np.arange(len(path))
-        sees[path[:, None], path] = (distance >= 0) & (distance < (window or 1 << 30))
-    return sees
+        places = np.arange(len(path))
+        visible[path[:, None], path] = sees(mask, places[:, None], places)
+    return visible
 
 
 def blocks_of(counts: torch.Tensor | None, indices: torch.Tensor | None) -> np.ndarray:
@@ -65,26 +66,26 @@ def blocks_of(counts: torch.Tensor | None, indices: torch.Tensor | None) -> np.n
     return found
 
 
-@pytest.mark.parametrize("seed", range(60))
-@pytest.mark.parametrize("window", [None, 1, 100, 300])
-def test_the_block_mask_equals_all_pairs(seed: int, window: int | None):
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("name", ["none", "window 1", "window 100", "window 300", "chunk 100", "chunk 300"])
+def test_the_block_mask_equals_all_pairs(seed: int, name: str):
     tree = random_tree(seed)
     depths, ends, size = torch.from_numpy(tree.depths), torch.from_numpy(tree.ends), len(tree.depths)
-    mask, sees = block_mask(depths, ends, window), all_pairs(tree, window)
+    mask, visible = block_mask(depths, ends, MASKS[name]), all_pairs(tree, name)
     nodes = torch.arange(size)
     nothing = torch.zeros((), dtype=torch.int64)
     inner = mask.mask_mod(nothing, nothing, nodes[:, None], nodes)
-    assert np.array_equal(inner.numpy(), sees)
+    assert np.array_equal(inner.numpy(), visible)
 
     missing = -size % BLOCK
-    tiles = np.pad(sees, (0, missing)).reshape(-1, BLOCK, (size + missing) // BLOCK, BLOCK)
+    tiles = np.pad(visible, (0, missing)).reshape(-1, BLOCK, (size + missing) // BLOCK, BLOCK)
     partial = blocks_of(mask.kv_num_blocks, mask.kv_indices)
     full = blocks_of(mask.full_kv_num_blocks, mask.full_kv_indices)
     assert not (partial & full).any()
     assert np.array_equal(full, tiles.all(axis=(1, 3)))
     visited, needed = partial | full, tiles.any(axis=(1, 3))
     assert visited[needed].all(), "every visible score is computed"
-    if window is None:
+    if name == "none":
         assert np.array_equal(visited, needed), "and no block without one"
         torchs = create_block_mask(mask.mask_mod, None, None, size, size, device="cpu")
         for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):

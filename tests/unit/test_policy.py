@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from skylite.errors import ModelError
+from skylite.model.attention_backends import IMPLEMENTATIONS
 from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.loading import decoder_layers
 from skylite.model.packing import Packing, pack_tokens
@@ -110,7 +112,7 @@ def test_flex_attention_and_sdpa_give_the_same_logprobs_for_each_family(tmp_path
         for form in ("sdpa", "flex"):
             policy = policy_of(model, settings(trainer={"attention": form}), dist)
             assert policy.packing == "tree", (family, form)
-            assert policy.model.get_base_model().config._attn_implementation == f"skylite_tree_{form}"
+            assert policy.model.get_base_model().config._attn_implementation == IMPLEMENTATIONS[form]
             prompts, completions = (
                 [s.prompt_token_ids for s in sequences],
                 [s.completion_token_ids for s in sequences],
@@ -121,6 +123,41 @@ def test_flex_attention_and_sdpa_give_the_same_logprobs_for_each_family(tmp_path
             with torch.no_grad():  # FlexAttention has no backward pass on a CPU
                 found.append(score(policy, tokens, temperature=1.0)[0])
         assert torch.allclose(found[0], found[1], atol=1e-5), family
+
+
+@pytest.mark.parametrize(
+    ("family", "window"),
+    [
+        ("gemma3", "sliding_window"),
+        ("qwen2_moe", "sliding_window"),
+        ("gpt_oss", "sliding_window"),  # and sinks
+        ("llama4_text", "attention_chunk_size"),
+        ("deepseek_v3", None),  # values narrower than keys
+    ],
+)
+def test_a_tree_keeps_windows_chunks_sinks_and_latent_heads(
+    family: str, window: str | None, tmp_path: Path, dist: Dist
+):
+    """Windows of 40 are longer than the probe: only the structure tells of them."""
+    model = make_tiny_model(tmp_path / family, family)
+    rows = random_samples(0, shared=48)
+    for length in (8, 40) if window else (8,):
+        config_file = model / "config.json"
+        values = json.loads(config_file.read_text())
+        config_file.write_text(json.dumps(values | ({window: length} if window else {})))
+        tree = policy_of(model, settings(), dist)
+        assert tree.packing == "tree"
+        assert window is None or getattr(tree.model.get_base_model().config, window) == length
+        ours, _ = gradients_after_step(tree, settings(), dist, rows)
+        plain, _ = gradients_after_step(policy_of(model, settings(), dist, "padded"), settings(), dist, rows)
+        assert relative_difference(ours, plain) < 1e-5
+
+
+def test_a_convolution_along_the_row_never_shares_a_tree(tmp_path: Path, dist: Dist):
+    policy = load_policy(resolved(*[make_tiny_model(tmp_path, "lfm2")] * 2), settings(), dist)
+    policy, lines = enable_shortcuts(policy, PROBE)
+    assert policy.packing == "padded"
+    assert any("recurrent layers" in line for line in lines)
 
 
 def test_a_model_with_custom_attention_is_padded_and_logs_it(tmp_path: Path, dist: Dist):

@@ -14,6 +14,7 @@ from skylite.model.prefix_tree import Tree, build_tree, shared_length, tree_size
 from skylite.model.tree_attention import ScoreSettings, TreeLayout, tree_attention, tree_layout
 from skylite.run.rollout_file import examples_of
 from skylite.trainer.micro_batches import by_trajectory, plan_micro_batches
+from tests.model_masks import MASKS, sees, window_mask
 from tests.rows import Row, groups_of, random_call_trees, random_samples
 
 
@@ -21,16 +22,16 @@ def layout_of(tree: Tree) -> TreeLayout:
     return tree_layout(tree, torch.from_numpy(tree.depths), torch.from_numpy(tree.ends))
 
 
-def masks_of(tree: Tree, window: int | None = None) -> list[torch.Tensor]:
-    return tree_attention_module._additive_masks(layout_of(tree), window, torch.float32)
+def masks_of(tree: Tree, mask: str = "none") -> list[torch.Tensor]:
+    return tree_attention_module._additive_masks(layout_of(tree), MASKS[mask], torch.float32)
 
 
-def visible_nodes(tree: Tree, window: int | None) -> np.ndarray:
+def visible_nodes(tree: Tree, mask: str) -> np.ndarray:
     """bool [T, T] from the masks of the pieces."""
     nodes = np.split(np.arange(len(tree.token_ids)), np.cumsum([p.size for p in tree.pieces])[:-1])
     sees = np.zeros((len(tree.token_ids),) * 2, dtype=bool)
-    for rows, piece, mask in zip(nodes, tree.pieces, masks_of(tree, window), strict=True):
-        sees[rows[:, None], np.concatenate([*(nodes[i] for i in piece.ancestors), rows])] = mask.numpy() == 0
+    for rows, piece, bias in zip(nodes, tree.pieces, masks_of(tree, mask), strict=True):
+        sees[rows[:, None], np.concatenate([*(nodes[i] for i in piece.ancestors), rows])] = bias.numpy() == 0
     return sees
 
 
@@ -55,19 +56,24 @@ def test_a_node_attends_only_to_itself_and_its_ancestors(call, num_groups, monke
     depth = max(len(p.ancestors) for p in tree.pieces)
     if num_groups == 1:
         assert depth > 2 if call == 0 else depth == 1, "cut again only where a call costs nothing"
-    for window in (None, 1, 3):
-        sees = visible_nodes(tree, window)
+    for name in MASKS:
+        visible = visible_nodes(tree, name)
         for sequence, path in zip(sequences, tree.paths, strict=True):
             assert tree.token_ids[path].tolist() == sequence
             for position, node in enumerate(path):
-                seen = path[: position + 1][-window:] if window else path[: position + 1]
-                assert np.flatnonzero(sees[node]).tolist() == sorted(seen.tolist())
+                seen = [int(other) for k, other in enumerate(path) if sees(name, position, k)]
+                assert np.flatnonzero(visible[node]).tolist() == sorted(seen)
 
 
 @pytest.mark.parametrize("form", [tree_attention, flex_tree_attention])
 @pytest.mark.parametrize("call", [tree_module.SCORES_PER_CALL, 0])
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, None), (None, 2.0), (3, 2.0)])
-def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, call, form, monkeypatch):
+@pytest.mark.parametrize("mask", ["none", "window 3", "chunk 3"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0])], ids=["", "sinks"])
+@pytest.mark.parametrize("value_size", [8, 5, 12])
+def test_attention_over_blocks_equals_attention_over_each_path(
+    value_size, sinks, softcap, mask, call, form, monkeypatch
+):
     monkeypatch.setattr(tree_module, "SCORES_PER_CALL", call)
     torch.manual_seed(0)
     tree = build_tree([[1, 2, 3, 4, 9], [1, 2, 3, 5], [1, 2, 6, 4, 4, 4]], groups=[0, 0, 1])
@@ -75,24 +81,28 @@ def test_attention_over_blocks_equals_attention_over_each_path(window, softcap, 
     query, key, value = (
         torch.randn(1, 4, num_nodes, 8),
         torch.randn(1, 2, num_nodes, 8),
-        torch.randn(1, 2, num_nodes, 8),
+        torch.randn(1, 2, num_nodes, value_size),
     )
     layout = layout_of(tree)
-    out = form(query, key, value, layout, ScoreSettings(0.3, window, softcap))
+    out = form(query, key, value, layout, ScoreSettings(0.3, MASKS[mask], softcap, sinks))
     for path in map(torch.from_numpy, tree.paths):
         for head in range(4):
             scores = query[0, head, path] @ key[0, head // 2, path].T * 0.3
             scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-            distance = torch.arange(len(path))[:, None] - torch.arange(len(path))
-            hidden = (distance < 0) | (distance >= (window or 99))
-            expected = scores.masked_fill(hidden, float("-inf")).softmax(1) @ value[0, head // 2, path]
+            places = range(len(path))
+            hidden = torch.tensor([[not sees(mask, q, k) for k in places] for q in places])
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head].expand(len(path), 1)], dim=1)
+            expected = scores.softmax(1)[:, : len(path)] @ value[0, head // 2, path]
             assert torch.allclose(out[0, path, head], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("call", [tree_module.SCORES_PER_CALL, 0])
 @pytest.mark.parametrize("prefix", [[1, 2], []])
 @pytest.mark.parametrize("window", [None, 3])
-def test_fused_attention_has_autograds_gradients_and_keeps_less(window, prefix, call, monkeypatch):
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -2.0])], ids=["", "sinks"])
+def test_fused_attention_has_autograds_gradients_and_keeps_less(sinks, window, prefix, call, monkeypatch):
     monkeypatch.setattr(tree_module, "SCORES_PER_CALL", call)
     torch.manual_seed(0)
     branches = [[3, 4, 9, 9], [3, 5], [6, 4, 4, 4], [6, 4, 5], [6, 7]]
@@ -111,7 +121,9 @@ def test_fused_attention_has_autograds_gradients_and_keeps_less(window, prefix, 
     for softcap in (None, 1e6):  # a cap this high changes only the code path
         seen: dict[int, int] = {}
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            out = tree_attention(query, key, value, layout, ScoreSettings(0.3, window, softcap))
+            out = tree_attention(
+                query, key, value, layout, ScoreSettings(0.3, window_mask(window), softcap, sinks)
+            )
         kept.append(sum(seen.values()))
         grads.append(torch.autograd.grad((out * weights).sum(), inputs))
     for ours, autograds in zip(*grads, strict=True):
@@ -176,7 +188,7 @@ def test_groups_share_each_system_prompt_though_nothing_is_common_to_all():
     assert len(tree.token_ids) == 2 * 200 + 2 * 4 * 21 + 8 * (30 + 10)
     assert tree_size(calls, groups) == len(tree.token_ids)
     assert [tree.token_ids[path].tolist() for path in tree.paths] == calls
-    sees = visible_nodes(tree, None)
+    sees = visible_nodes(tree, "none")
     for path in tree.paths:
         for position, node in enumerate(path):
             assert np.flatnonzero(sees[node]).tolist() == sorted(path[: position + 1].tolist())

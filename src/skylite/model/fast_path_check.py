@@ -11,15 +11,16 @@ difference is within TOLERANCE; otherwise the plain form stays.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skylite.model.attention_backends import implementation
+from skylite.model.attention_backends import IMPLEMENTATIONS
 from skylite.model.bf16_weights import store_in_bf16
 from skylite.model.float32_arithmetic import Float32Arithmetic
 from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms
@@ -41,6 +42,11 @@ def enable_shortcuts(policy: Policy, probe: list[int]) -> tuple[Policy, list[str
     Returns:
         The policy with its packing and LM head, and a log line per shortcut: enabled or not, and why.
     """
+    with _short_windows(policy.model.get_base_model(), max(2, len(probe) // 4)):
+        return _enable_shortcuts(policy, probe)
+
+
+def _enable_shortcuts(policy: Policy, probe: list[int]) -> tuple[Policy, list[str]]:
     base: PreTrainedModel = policy.model.get_base_model()
     base.set_attn_implementation("eager")
     reference = _probe_logprobs(policy, probe)
@@ -50,17 +56,46 @@ def enable_shortcuts(policy: Policy, probe: list[int]) -> tuple[Policy, list[str
         policy = replace(policy, lm_head=head if gap <= TOLERANCE else None)
         lines.append(f"LM head in chunks: {policy.lm_head is not None}; {reason}")
     lines += _replace_modules(policy, probe, reference)
-    base.set_attn_implementation(implementation(policy.attention))
-    gap, reason = _gap(replace(policy, packing="tree"), probe, reference)
-    policy = replace(policy, packing="tree" if gap <= TOLERANCE else "padded")
+    tree, implementation = replace(policy, packing="tree"), IMPLEMENTATIONS[policy.attention]
+    gap, reason = float("inf"), "recurrent layers carry a state from token to token, also across branches"
+    if not _is_recurrent(base):
+        gap, reason = _gap(tree, probe, reference, implementation)
+    policy = tree if gap <= TOLERANCE else policy
     lines.append(f"packing: {policy.packing}; {reason}; tree attention: {policy.attention}")
     if policy.packing == "padded":
-        base.set_attn_implementation("sdpa")
-        gap, reason = _gap(policy, probe, reference)
+        gap, reason = _gap(policy, probe, reference, "sdpa")
         chosen = "sdpa" if gap <= TOLERANCE else "eager"
         base.set_attn_implementation(chosen)
         lines.append(f"attention of padded rows: {chosen}; sdpa: {reason}")
     return policy, lines
+
+
+@contextmanager
+def _short_windows(base: PreTrainedModel, length: int) -> Iterator[None]:
+    """Sliding windows and chunks of `length` tokens, so that the probe is longer than they are.
+
+    transformers reads them from the config in each pass, for masks of every form.
+    """
+    config = base.config.get_text_config()
+    names = ("sliding_window", "attention_chunk_size")
+    lengths: dict[str, int] = {n: getattr(config, n) for n in names if getattr(config, n, None)}
+    for name, value in lengths.items():
+        setattr(config, name, min(value, length))
+    try:
+        yield
+    finally:
+        for name, value in lengths.items():
+            setattr(config, name, value)
+
+
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Names in `layer_types` of a config; other layers (mamba, linear_attention, conv) are recurrent."""
+
+
+def _is_recurrent(base: PreTrainedModel) -> bool:
+    """Whether tokens meet elsewhere than in attention: in a state or a convolution along the row."""
+    layer_types = set(getattr(base.config.get_text_config(), "layer_types", None) or ())
+    return bool(layer_types - ATTENTION_LAYERS) or any(isinstance(m, nn.Conv1d) for m in base.modules())
 
 
 def _replace_modules(policy: Policy, probe: list[int], reference: Tensor) -> list[str]:
@@ -93,9 +128,16 @@ def _replace_modules(policy: Policy, probe: list[int], reference: Tensor) -> lis
     return [f"{part}: {line}" for part, line in lines.items()]
 
 
-def _gap(policy: Policy, probe: list[int], reference: Tensor) -> tuple[float, str]:
-    """Mean |logprob difference| to the reference, and the reason in words. An error counts as infinite."""
+def _gap(
+    policy: Policy, probe: list[int], reference: Tensor, attention: str | None = None
+) -> tuple[float, str]:
+    """Mean |logprob difference| to the reference, and the reason in words. An error counts as infinite.
+
+    attention: transformers' `attn_implementation` to set before.
+    """
     try:
+        if attention is not None:
+            policy.model.get_base_model().set_attn_implementation(attention)
         gap = float((_probe_logprobs(policy, probe) - reference).abs().mean())
     except torch.OutOfMemoryError:
         raise

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from skylite.model.tree_attention import ScoreSettings, TreeLayout
+from skylite.model.tree_attention import ModelMask, ScoreSettings, TreeLayout
 
 BLOCK = 128
 """Nodes on each side of a block of scores: FlexAttention's own default."""
@@ -26,17 +26,25 @@ def flex_tree_attention(
 ) -> Tensor:
     """Same arguments and result as `tree_attention` (model/tree_attention.py)."""
     attention: Any = _compiled() if query.is_cuda else flex_attention
-    out: Tensor = attention(
+    sinks = settings.sinks
+    attended: Any = attention(
         query,
         key,
         value,
         score_mod=None if settings.softcap is None else _softcap(settings.softcap),
-        block_mask=_block_mask(layout, settings.window),
+        block_mask=_block_mask(layout, settings.mask),
         scale=settings.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
         # Not flex decoding, torch's choice below 128 queries: with grouped heads its tiles exceed BLOCK.
         kernel_options={"BACKEND": "TRITON"},
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )
+    if sinks is None:
+        out: Tensor = attended
+    else:
+        out, normalizer = attended[0], attended[1].lse
+        # One more key of value 0 with the head's sink as its score: a factor on the output.
+        out = out * torch.sigmoid(normalizer - sinks.to(normalizer.dtype)[:, None])[..., None].to(out.dtype)
     return out.transpose(1, 2)
 
 
@@ -61,25 +69,26 @@ def _softcap(softcap: float) -> Callable[..., Tensor]:
     return lambda score, batch, head, q, k: softcap * torch.tanh(score / softcap)
 
 
-def _block_mask(layout: TreeLayout, window: int | None) -> BlockMask:
-    """The mask of a sliding window, built once in a pass for all layers that use it."""
-    if window not in layout.masks:
-        layout.masks[window] = block_mask(layout.depths, layout.ends, window)
-    mask: BlockMask = layout.masks[window]
-    return mask
+def _block_mask(layout: TreeLayout, mask: ModelMask | None) -> BlockMask:
+    """The blocks of a mask, built once in a pass for all layers that use it."""
+    if mask not in layout.masks:
+        layout.masks[mask] = block_mask(layout.depths, layout.ends, mask)
+    blocks: BlockMask = layout.masks[mask]
+    return blocks
 
 
-def block_mask(depths: Tensor, ends: Tensor, window: int | None) -> BlockMask:
+def block_mask(depths: Tensor, ends: Tensor, mask: ModelMask | None) -> BlockMask:
     """The mask of a tree from the bounds of its blocks of nodes, without comparing pairs of nodes.
 
     A block of keys before a block of queries holds an ancestor if a subtree in it reaches the first query,
-    and is completely visible if all its subtrees reach past the last query. With a window, a block may be
-    visited although it hides every key: FlexAttention then masks each score.
+    and is completely visible if all its subtrees reach past the last query. A mask by distance hides a block
+    if it hides the nearest pair of positions, and nothing of it if it shows the farthest pair. A block may be
+    visited although every key is hidden: FlexAttention then masks each score.
 
     Args:
         depths: [T]
         ends: [T] as in Tree.
-        window: as in ScoreSettings.
+        mask: as in ScoreSettings.
     """
     num_nodes, device = len(depths), depths.device
     first_end, last_end = _block_bounds(ends)
@@ -88,13 +97,13 @@ def block_mask(depths: Tensor, ends: Tensor, window: int | None) -> BlockMask:
     queries, keys = blocks[:, None] * BLOCK, blocks * BLOCK
     visited = (keys == queries) | ((keys < queries) & (last_end > queries))
     full = (keys < queries) & (first_end >= queries + BLOCK) & (queries + BLOCK <= num_nodes)
-    if window is not None:
-        visited &= lowest[:, None] - highest < window
-        full &= highest[:, None] - lowest < window
+    if mask is not None:
+        visited &= (lowest[:, None] <= highest) | mask(lowest[:, None], highest)
+        full &= mask(highest[:, None], lowest)
 
     def is_visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         is_ancestor = (k <= q) & (q < ends[k])
-        return is_ancestor if window is None else is_ancestor & (depths[q] - depths[k] < window)
+        return is_ancestor if mask is None else is_ancestor & mask(depths[q], depths[k])
 
     return BlockMask.from_kv_blocks(
         *_ordered(visited & ~full),

@@ -71,6 +71,8 @@ def pack_tree(examples: Sequence[TrainingExample], device: torch.device) -> Pack
     inputs = {
         "input_ids": input_ids[None],
         "position_ids": depths[None],
+        # Otherwise transformers takes the positions of a tree for packed sequences, and masks those.
+        "attention_mask": torch.ones_like(input_ids[None]),
         "logits_to_keep": logits_to_keep,
         "tree": tree_layout(tree, depths, ends),
     }
