@@ -27,6 +27,7 @@ METRIC = re.compile(
     r"|time|tokens)/[a-z_]+"
 )
 INTERMEDIATE = {
+    "policy/accuracy",  # becomes eval/score
     "critic/residual",
     "critic/residual_squares",
     "critic/return_squares",

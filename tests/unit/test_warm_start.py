@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from typer.testing import CliRunner
 
 from skylite.adapters.import_adapter import copy_warm_start, read_warm_start
 from skylite.adapters.manifest import Canary, Manifest
-from skylite.cli.train import train
+from skylite.cli.main import app
 from skylite.config.loading import read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_rows
@@ -242,5 +244,7 @@ def test_existing_files_in_place_of_the_copy_are_never_deleted(root: Path) -> No
 
 
 def test_a_resume_takes_no_adapter_to_start_from(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--from-adapter starts a new run .* they cannot be combined"):
-        train(from_adapter=tmp_path / "adapter", resume=tmp_path / "run")
+    words = ["train", "--from-adapter", f"{tmp_path / 'adapter'}", "--resume", f"{tmp_path / 'run'}"]
+    error = CliRunner().invoke(app, words).exception
+    assert isinstance(error, ConfigError)
+    assert re.search(r"--from-adapter starts a new run .* they cannot be combined", str(error))
