@@ -15,7 +15,14 @@ import pytest
 
 from skylite.adapters.manifest import Canary, read_manifest
 from skylite.engine.canary import Row
-from skylite.engine.canary_bf16 import PairedReading, Scores, check_paired, joined, read_paired, read_together
+from skylite.engine.canary_limits_bf16 import (
+    PairedReading,
+    Scores,
+    check_paired,
+    joined,
+    read_paired,
+    read_together,
+)
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool
 from skylite.errors import SyncFailed

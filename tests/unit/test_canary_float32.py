@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from skylite.engine.canary_bf16 import Scores
-from skylite.engine.canary_float32 import MIN_NOISE, check_float32, read_float32
+from skylite.engine.canary_limits_bf16 import Scores
+from skylite.engine.canary_limits_float32 import MIN_NOISE, check_float32, read_float32
 from skylite.errors import SyncFailed
 
 N = 46

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skylite.engine.canary_float32 import MIN_NOISE
+from skylite.engine.canary_limits_float32 import MIN_NOISE
 from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist

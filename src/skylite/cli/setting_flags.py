@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 
 from skylite.cli.help import KEYWORD, with_fields
 from skylite.config.base_section import HEADINGS, MORE, Flag
-from skylite.config.loading import all_settings
 from skylite.config.provenance import Typed, from_command_line, parse_value
+from skylite.config.train import all_settings
 from skylite.errors import ConfigError
 
 Command = Callable[..., None]

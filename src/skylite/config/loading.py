@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
 from skylite import __version__
 from skylite.config.provenance import NOTHING_TYPED, Provenance, from_command_line
 from skylite.config.rollout import RewardParameters
+from skylite.config.setting_errors import describe
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import ConfigError
 from skylite.untrusted_files import read_text
@@ -57,7 +56,7 @@ def _validated(tree: dict[str, Any], provenance: Provenance, source: str) -> Tra
         config = TrainConfig.model_validate(tree)
     except ValidationError as error:
         flags = {setting: typed.flag for setting, typed in provenance.typed.items()}
-        problems += [_describe(e, flags, source) for e in error.errors()]
+        problems += [describe(e, flags, source) for e in error.errors()]
     if problems:
         raise ConfigError(
             f"The configuration has {len(problems)} problem(s):\n" + "\n".join(f"  - {p}" for p in problems)
@@ -151,41 +150,3 @@ def _set_key(tree: dict[str, Any], key: str, value: Any, problems: list[str]) ->
             problems.append(f"{key}: {part} is a value, not a section")
             return
     node[leaf] = value
-
-
-def _describe(error: Any, flags: Mapping[str, str], source: str) -> str:
-    """One pydantic error in words: the setting, its value, who gave it, the reason."""
-    where = ".".join(str(part) for part in error["loc"])
-    near = [key for key in flags if f"{where}.".startswith(f"{key}.") or key.startswith(f"{where}.")]
-    origin = flags[near[0]] if where and near else source
-    by = f" ({origin})" if origin else ""
-    if error["type"] == "extra_forbidden":
-        return f"{where}{by}: there is no such setting{_suggestion(error['loc'])}"
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "value_error":
-        return f"{where}{by}: {message}" if where else message
-    return f"{where}={error['input']!r}{by}: {message}"
-
-
-def all_settings(section: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Dotted name and declaration of every setting, in the order of their declaration."""
-    for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from all_settings(kind, f"{prefix}{name}.")
-        else:
-            yield prefix + name, field
-
-
-def _suggestion(location: tuple[str, ...]) -> str:
-    """ ", did you mean KEY?" for a misspelt key, or one without its section; else the keys of the section."""
-    elsewhere = [key for key, _ in all_settings() if key.rpartition(".")[2] == location[-1]]
-    elsewhere.sort(key=lambda key: key.startswith("critic."))  # only PPO has one
-    if elsewhere:
-        return f", did you mean {' or '.join(elsewhere)}?"
-    section: Any = TrainConfig
-    for part in location[:-1]:
-        section = section.model_fields[part].annotation
-    near = get_close_matches(str(location[-1]), list(section.model_fields), n=1)
-    known = ", ".join(section.model_fields)
-    return f", did you mean {near[0]}?" if near else f"; this section has {known}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from skylite.config.algorithm import SOURCES, AlgorithmConfig, CriticConfig, ImportanceConfig
 from skylite.config.base_section import LENGTH, MORE, SAFETY, UPDATE, WHAT, Flag, Section
@@ -341,3 +343,13 @@ class RunConfig(Section):
         if not value:
             raise ValueError("empty version")
         return value
+
+
+def all_settings(section: type[BaseModel] = TrainConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Dotted name and declaration of every setting, in the order of their declaration."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from all_settings(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field

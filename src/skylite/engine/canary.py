@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from skylite.adapters.manifest import SEQUENCES_PER_VERSION, Canary, read_manifest
 from skylite.data.chat_tokenizer import ChatTokenizer
-from skylite.engine.canary_bf16 import (
+from skylite.engine.canary_limits_bf16 import (
     MAX_VISIBLE,
     Scores,
     check_paired,
@@ -16,16 +16,17 @@ from skylite.engine.canary_bf16 import (
     read_paired,
     read_together,
 )
-from skylite.engine.canary_float32 import check_float32, read_float32
+from skylite.engine.canary_limits_float32 import check_float32, read_float32
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.interface import BASE_NAME, Engine
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Prompt
 
 DEFAULT_TOLERANCE = {"float32": 0.002, "bfloat16": None}
-"""Largest |trainer - engine| logprob of a canary token in nats; None: the rule of canary_bf16.py.
+"""Largest |trainer - engine| logprob of a canary token in nats; None: the rule of canary_limits_bf16.py.
 
-In float32 the noise sets much lower limits (canary_float32.py). This one also holds for the noise itself."""
+In float32 the noise sets much lower limits (canary_limits_float32.py). This one also holds for the noise
+itself."""
 NUM_SEQUENCES = {"float32": SEQUENCES_PER_VERSION, "bfloat16": 24}
 """In bfloat16 the versions take turns: rounding hides an adapter's first moves in few tokens."""
 MAX_TOKENS = 24
@@ -83,7 +84,7 @@ async def verify(
     """Verify that the engine samples from what the trainer published. Raises SyncFailed.
 
     Args:
-        tolerance: None for the rule of canary_bf16.py.
+        tolerance: None for the rule of canary_limits_bf16.py.
         earlier: answers of this engine. Those to this canary are added.
     """
     earlier = earlier or EarlierAnswers()

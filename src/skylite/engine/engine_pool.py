@@ -36,7 +36,7 @@ class EnginePool:
 
     engines: Sequence[RetryingEngine]
     tolerance: float | None
-    """Of the canary; None: the rule of canary_bf16.py."""
+    """Of the canary; None: the rule of canary_limits_bf16.py."""
     loaded: list[AdapterVersion] = field(default_factory=list)
     """Oldest first. The last but one stays loaded while requests use it."""
     _answers: defaultdict[str, EarlierAnswers] = field(default_factory=lambda: defaultdict(EarlierAnswers))

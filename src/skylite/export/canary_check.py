@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from skylite.adapters.manifest import Canary
-from skylite.engine.canary_bf16 import MAX_VISIBLE, Scores
-from skylite.engine.canary_float32 import read_float32
+from skylite.engine.canary_limits_bf16 import MAX_VISIBLE, Scores
+from skylite.engine.canary_limits_float32 import read_float32
 from skylite.engine.canary_reading import TOO_SMALL
 from skylite.errors import ModelError, RunFailed
 

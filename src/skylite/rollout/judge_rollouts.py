@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from skylite.engine.canary_float32 import MIN_NOISE
+from skylite.engine.canary_limits_float32 import MIN_NOISE
 from skylite.errors import SyncFailed
 
 logger = logging.getLogger(__name__)

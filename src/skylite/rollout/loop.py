@@ -41,7 +41,7 @@ from skylite.rollout.step_metrics import (
 )
 from skylite.run.metrics_file import append_metrics, read_metrics
 from skylite.run.rollout_file import write_rollouts
-from skylite.run.run_dir import AdapterVersion, adapter_name, sampling_version
+from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name, sampling_version
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.02
@@ -161,16 +161,7 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
             trainer_step = await wait_for_trainer_step(plan, step)
         train_s = trainer_step.trained[1] - trainer_step.trained[0]
         progress.event("trainer_step_seen", step=step)
-        for note in trainer_step.notes:
-            logger.info(note)
-        for warning in trainer_step.warnings:
-            logger.warning(warning)
-        if "anomaly/reason" in trainer_step.metrics:
-            reason = trainer_step.metrics["anomaly/reason"]
-            logger.warning(
-                f"step {step} is skipped, {adapter_name(step)} equals the adapter before it: {reason} "
-                f"(its inputs are in {plan.run.rejected_steps})"
-            )
+        _log_what_it_says(plan.run, trainer_step, step)
         progress.phase("syncing", adapter_name(step))
         adapter, load_s = await load_adapter(session, step)
         eval_s = trainer_step.metrics.get("time/eval_s", 0.0)  # of a trainer that scores held-out rows itself
@@ -206,6 +197,19 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
         ):
             logger.info(str(session.limit))
             await asyncio.Event().wait()  # run_until_stopped sees the limit and cancels this task
+
+
+def _log_what_it_says(run: RunDir, trainer_step: TrainerStep, step: int) -> None:
+    for note in trainer_step.notes:
+        logger.info(note)
+    for warning in trainer_step.warnings:
+        logger.warning(warning)
+    if "anomaly/reason" in trainer_step.metrics:
+        reason = trainer_step.metrics["anomaly/reason"]
+        logger.warning(
+            f"step {step} is skipped, {adapter_name(step)} equals the adapter before it: {reason} "
+            f"(its inputs are in {run.rejected_steps})"
+        )
 
 
 def rollout_judge(plan: RunPlan) -> RolloutJudge:

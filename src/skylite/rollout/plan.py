@@ -24,7 +24,7 @@ from skylite.config.loading import read_recipe
 from skylite.config.provenance import NOTHING_TYPED, Provenance
 from skylite.config.resolved import MemoryPlan, ModelFiles, Placement, Resolved, RunIdentity, Trust
 from skylite.config.train import HIGHEST_USUAL_LR, LOWEST_USUAL_LR, RunConfig, TrainConfig
-from skylite.data.chat_tokenizer import load_tokenizer, read_template, template_notes
+from skylite.data.chat_tokenizer import ChatTemplate, load_tokenizer, read_template, template_notes
 from skylite.data.prompt_order import steps_per_epoch
 from skylite.data.prompts import PromptFileInfo, read_info
 from skylite.engine.connections import open_files
@@ -131,23 +131,11 @@ def plan_run(
     )
     placement, memory, notes = choose_placement(config, model, launcher, notes)
     resolved = Resolved(
-        model=ModelFiles(
-            path=model.path,
-            revision=model.revision,
-            fingerprint=model.fingerprint,
-            chat_template=template.text,
-            template_time=template.now,
-        ),
+        model=_model_files(model, template),
         placement=placement,
         memory=memory,
         trust=Trust(programs=scored.programs),
-        identity=RunIdentity(
-            run_id=uuid.uuid4().hex,
-            lora_sync_path=sync_folder(config, run),
-            warm_start=run.warm_start if config.lora.from_adapter is not None else None,
-            data_sha256=train_data_hash(config),
-            dropped_prompts=dropped,
-        ),
+        identity=_new_identity(config, run, dropped),
         notes=notes,
     )
     log_notes(resolved.notes)
@@ -159,6 +147,26 @@ def plan_run(
         held_out=held_out,
         rewards=scored.rewards,
         first_step=1,
+    )
+
+
+def _model_files(model: ResolvedModel, template: ChatTemplate) -> ModelFiles:
+    return ModelFiles(
+        path=model.path,
+        revision=model.revision,
+        fingerprint=model.fingerprint,
+        chat_template=template.text,
+        template_time=template.now,
+    )
+
+
+def _new_identity(config: TrainConfig, run: RunDir, dropped: list[str]) -> RunIdentity:
+    return RunIdentity(
+        run_id=uuid.uuid4().hex,
+        lora_sync_path=sync_folder(config, run),
+        warm_start=run.warm_start if config.lora.from_adapter is not None else None,
+        data_sha256=train_data_hash(config),
+        dropped_prompts=dropped,
     )
 
 

@@ -28,7 +28,7 @@ from skylite.hub.resolve import check_folder, resolve_model
 from skylite.notes import log_notes
 from skylite.processes.own_network import check_network
 from skylite.resources.gpu_memory_plan import plan_memory
-from skylite.resources.gpu_placement import place_again
+from skylite.resources.gpu_placement import GpuChoice, place_again
 from skylite.rollout.plan import (
     RunPlan,
     check_device,
@@ -86,19 +86,7 @@ def plan_resume(
     recorded = _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)
-    placement = recorded.resolved.placement.model_copy(
-        update={"rank_gpus": gpus.rank_gpus, "engine_gpus": gpus.engine_gpus}
-    )
-    memory, notes = plan_memory(
-        load_launcher(config, programs),
-        config,
-        recorded.resolved.model.path,
-        placement.device,
-        placement.dtype,
-        placement.cpu_lora,
-        gpus,
-    )
-    log_notes(notes)
+    placement, memory = _fit_again(config, recorded.resolved, programs, gpus)
     logger.info(
         f"resuming {run.root} after step {done} of {config.num_steps}" + ("" if done else ", from its start")
     )
@@ -117,6 +105,26 @@ def plan_resume(
         resumed=True,
         reuse_rollouts=at is None,
     )
+
+
+def _fit_again(
+    config: TrainConfig, resolved: Resolved, programs: Mapping[str, str], gpus: GpuChoice
+) -> tuple[Placement, MemoryPlan]:
+    """The recorded placement on the GPUs of today, and what fits there."""
+    placement = resolved.placement.model_copy(
+        update={"rank_gpus": gpus.rank_gpus, "engine_gpus": gpus.engine_gpus}
+    )
+    memory, notes = plan_memory(
+        load_launcher(config, programs),
+        config,
+        resolved.model.path,
+        placement.device,
+        placement.dtype,
+        placement.cpu_lora,
+        gpus,
+    )
+    log_notes(notes)
+    return placement, memory
 
 
 def remove_after(run: RunDir, lora_sync_path: Path, step: int, *, reuse_rollouts: bool) -> int:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skylite.engine.canary_bf16 import Scores
+from skylite.engine.canary_limits_bf16 import Scores
 from skylite.engine.canary_reading import CanaryReading, differences, mean_abs
 from skylite.errors import SyncFailed
 
