@@ -50,7 +50,11 @@ def fake_policy(
             base = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
         return base.eval(), ""
 
-    def gap(policy: Policy, probe: list[int], reference: Tensor) -> tuple[float, str]:
+    def gap(
+        policy: Policy, probe: list[int], reference: Tensor, attention: str | None = None
+    ) -> tuple[float, str]:
+        if attention is not None:
+            policy.model.get_base_model().set_attn_implementation(attention)
         if probes:
             assert probe_logprobs(policy, probe).shape == reference.shape
         return 0.0, "fake"

@@ -54,7 +54,6 @@ JOURNAL = [
     {"step": 1, "fingerprint": "f"},
     {"step": 2, "fingerprint": "g"},
     {"evaluated": 2},
-    {"back_to": 1},
 ]
 EVALUATION = {"mean": 0.5, "is_binary": True, "version": 2, "split": "test", "limit": 4}
 MACHINE = {"versions": {"torch": "2"}, "cpu": {"cores": 2, "name": "x"}}

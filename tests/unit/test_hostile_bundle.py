@@ -266,4 +266,5 @@ def test_every_command_is_called_here() -> None:
         for sub in getattr(entry, "commands", {"": entry})
     ]
     text = Path(__file__).read_text()
-    assert [w for w in words if "[" + ", ".join(f'"{word}"' for word in w) + "," not in text] == []
+    called = lambda w: any(f"{str(list(w))[:-1]}{end}".replace("'", '"') in text for end in ",]")  # noqa: E731
+    assert [w for w in words if not called(w)] == []

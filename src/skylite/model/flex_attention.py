@@ -71,6 +71,7 @@ def _softcap(softcap: float) -> Callable[..., Tensor]:
 
 def _block_mask(layout: TreeLayout, mask: ModelMask | None) -> BlockMask:
     """The blocks of a mask, built once in a pass for all layers that use it."""
+    mask = layout.needed(mask)
     if mask not in layout.masks:
         layout.masks[mask] = block_mask(layout.depths, layout.ends, mask)
     blocks: BlockMask = layout.masks[mask]
@@ -103,7 +104,7 @@ def block_mask(depths: Tensor, ends: Tensor, mask: ModelMask | None) -> BlockMas
 
     def is_visible(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         is_ancestor = (k <= q) & (q < ends[k])
-        return is_ancestor if mask is None else is_ancestor & mask(depths[q], depths[k])
+        return is_ancestor if mask is None else is_ancestor & mask.sees(batch, head, depths[q], depths[k])
 
     return BlockMask.from_kv_blocks(
         *_ordered(visited & ~full),

@@ -61,6 +61,10 @@ class TreeLayout:
         """Indices of the pieces that a piece sees; the last is the piece itself."""
         return [*self.pieces[index].ancestors, index]
 
+    def needed(self, mask: ModelMask | None) -> ModelMask | None:
+        """The mask, or None if it hides no ancestor in this tree, as a window longer than all paths."""
+        return mask if mask is not None and mask.hides(self.max_depth, 0) else None
+
     def for_one_pass(self) -> TreeLayout:
         """The layout without masks. The autograd graph of a pass holds its masks, and frees them."""
         return replace(self, masks={})
@@ -233,8 +237,7 @@ def _additive_masks(layout: TreeLayout, mask: ModelMask | None, dtype: torch.dty
 
     Buys time: made for every layer, a train phase takes 2 % longer.
     """
-    if mask is not None and not mask.hides(layout.max_depth, 0):
-        mask = None
+    mask = layout.needed(mask)
     if (mask, dtype) not in layout.masks:
         layout.masks[mask, dtype] = _make_masks(layout, mask, dtype)
     masks: list[Tensor] = layout.masks[mask, dtype]
