@@ -126,7 +126,7 @@ def uncompiled_flex(
     kernel_options: dict[str, Any],
     return_aux: None,
 ) -> Tensor:
-    """FlexAttention without sinks. Scores and mask are computed for one query and key, to see their devices."""
+    """FlexAttention without sinks. Computes scores and mask for one query and key, to see their devices."""
     index = torch.zeros(1, dtype=torch.int64, device=query.device)
     assert block_mask.mask_mod(index, index, index, index).device == query.device
     modify = score_mod or (lambda score, *_: score)
