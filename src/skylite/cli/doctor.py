@@ -1,4 +1,4 @@
-"""Check this machine: versions, GPUs, memory, disks, network, limits and the sandbox.
+"""Check this machine: versions, GPUs, memory, disks, network. Also limits and the sandbox.
 
 Each problem comes with its remedy. Exits 1 if a check fails.
 """
