@@ -33,7 +33,7 @@ def register_backends() -> None:
 
 
 def model_mask(*, mask_function: Callable[..., Tensor], use_vmap: bool = False, **_: Any) -> ModelMask:
-    """What the layers get as their `attention_mask`: not a tensor over the row, but the model's function.
+    """What the layers get as their `attention_mask`: the model's function of positions, not a tensor.
 
     Raises TypeError for a mask that a tree cannot keep.
     """

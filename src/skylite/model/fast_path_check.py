@@ -35,6 +35,9 @@ TOLERANCE = 1e-3
 Float32's rounding stays below it. A wrong mask, or a head that scales its logits, differs by tenths of nats.
 """
 
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Names in `layer_types` of a config; other layers (mamba, linear_attention, conv) are recurrent."""
+
 
 def enable_shortcuts(policy: Policy, probe: list[int]) -> tuple[Policy, list[str]]:
     """Enable each shortcut that passes the check on `probe`, a sequence of token ids.
@@ -72,7 +75,7 @@ def _enable_shortcuts(policy: Policy, probe: list[int]) -> tuple[Policy, list[st
 
 @contextmanager
 def _short_windows(base: PreTrainedModel, length: int) -> Iterator[None]:
-    """Sliding windows and chunks of `length` tokens, so that the probe is longer than they are.
+    """Shorten sliding windows and chunks to `length` tokens, so that the probe reaches past them.
 
     transformers reads them from the config in each pass, for masks of every form.
     """
@@ -88,12 +91,8 @@ def _short_windows(base: PreTrainedModel, length: int) -> Iterator[None]:
             setattr(config, name, value)
 
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Names in `layer_types` of a config; other layers (mamba, linear_attention, conv) are recurrent."""
-
-
 def _is_recurrent(base: PreTrainedModel) -> bool:
-    """Whether tokens meet elsewhere than in attention: in a state or a convolution along the row."""
+    """Whether tokens also meet outside attention: in a state, or a convolution along the row."""
     layer_types = set(getattr(base.config.get_text_config(), "layer_types", None) or ())
     return bool(layer_types - ATTENTION_LAYERS) or any(isinstance(m, nn.Conv1d) for m in base.modules())
 

@@ -114,7 +114,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
 
 def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Sorted paths of the modules to adapt. Raises ModelError, which lists the modules, if none matches."""
-    # The routers of some mixtures of experts are linear layers with another result; LoRA cannot wrap them.
+    # Routers of Llama 4 and Phi-MoE are linear layers that return more than logits; LoRA cannot wrap them.
     linear = {n for n, m in model.named_modules() if type(m).forward in (nn.Linear.forward, Conv1D.forward)}
     if config.target_modules == "all-linear":
         head = model.get_output_embeddings()

@@ -62,7 +62,7 @@ class TreeLayout:
         return [*self.pieces[index].ancestors, index]
 
     def needed(self, mask: ModelMask | None) -> ModelMask | None:
-        """The mask, or None if it hides no ancestor in this tree, as a window longer than all paths."""
+        """The mask, or None if it hides no ancestor in this tree: a window longer than every path."""
         return mask if mask is not None and mask.hides(self.max_depth, 0) else None
 
     def for_one_pass(self) -> TreeLayout:
