@@ -109,7 +109,7 @@ CHECK_PATH := $(CURDIR)/src:$(CURDIR):$(abspath $(PACKAGES))$${PYTHONPATH:+:$$PY
 CHECK_PYTHON := $(if $(PACKAGES),PYTHONPATH="$(CHECK_PATH)" HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 $(PYTHON),\
 	$(BIN)/python)
 
-gpu-check: $(if $(PACKAGES),,$(READY)) ## GPU only: nine minutes of checks (benchmarks/results/gpu.json)
+gpu-check: $(if $(PACKAGES),,$(READY)) ## GPU only: ten minutes of checks (benchmarks/results/gpu.json)
 	$(CHECK_PYTHON) benchmarks/gpu_check.py --out benchmarks/results/gpu.json
 
 torture: $(READY) ## kills, bad inputs, a long run (1 to 2 hours); benchmarks/results/torture.json

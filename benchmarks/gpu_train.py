@@ -1,22 +1,19 @@
-"""Parts of `make gpu-check` that train: the process group, random models of real shapes, lack of memory, and
-FlexAttention against sdpa."""
+"""Parts of `make gpu-check` that train: random models of real shapes, lack of memory, the process group."""
 
 from __future__ import annotations
 
 import gc
 import os
-import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import train_phase
-from gpu_sizes import SHAPES, Sizes, model_config, sizes_of, varied_groups
+from gpu_sizes import Sizes, model_config, sizes_of, varied_groups
 
 from skylite.run.rollout_file import examples_of
 
@@ -28,13 +25,12 @@ if TYPE_CHECKING:
     from skylite.model.policy import Policy
     from skylite.model.process_group import Dist
 
-DEFAULT, FLEX = ("sdpa", "selective", "tree"), ("flex", "selective", "tree")
-FULL, NONE = ("sdpa", "full", "tree"), ("sdpa", "none", "tree")
+FLEX, SDPA = ("flex", "selective", "tree"), ("sdpa", "selective", "tree")
+FULL, NONE = ("flex", "full", "tree"), ("flex", "none", "tree")
 # For each shape: attention, checkpointing, packing; the most valuable first, because time may run out.
 MODES = {
-    "qwen2.5-7b": [DEFAULT, FLEX, FULL, NONE],
-    "qwen2.5-0.5b": [DEFAULT, FLEX, ("sdpa", "selective", "padded"), NONE, FULL],
-    "qwen2.5-1.5b": [DEFAULT, FLEX, NONE, FULL],
+    "qwen2.5-7b": [FLEX, SDPA, FULL],
+    "qwen2.5-0.5b": [FLEX, NONE, SDPA, ("sdpa", "selective", "padded"), FULL],
 }
 STEPS = 3
 RANK = 32
@@ -45,17 +41,6 @@ SUMMED = 1 << 20
 SPARE_GIB = 3
 """Memory that the trainer may still take. A micro-batch of 16,384 tokens takes 16 GiB."""
 DRY_RUN_TOKENS = 25
-# Shape, queries, dtype, with gradients, softcap; the most valuable first. The first two would use torch's
-# flex decoding: fewer than 128 queries, and a power of two of heads for each key-value head.
-FLEX_SHAPES = [
-    ("llama3.2-1b", 99, "bfloat16", True, None),
-    ("llama3.2-1b", 45, "float32", False, None),
-    ("llama3.2-1b", 300, "bfloat16", True, 50.0),
-    ("qwen2.5-1.5b", 300, "bfloat16", True, None),
-]
-FLEX_TOLERANCE = 0.05
-"""Rounding to bfloat16 makes about 1 %."""
-REPEATS = 5
 
 
 def train(report: Report, shape: str) -> None:
@@ -73,7 +58,7 @@ def train(report: Report, shape: str) -> None:
         except Exception as error:  # noqa: BLE001 -- out of memory and compilers' errors are results
             row = {"failed": reason_of(error)}
         report.add("rows", mode | {"budget": sizes.budget} | row)
-        if attention == "flex":
+        if (attention, checkpointing, packing) == SDPA:
             report.put("flex_gradient", flex_gradient(report.found["rows"]))
         free_memory()
 
@@ -87,7 +72,7 @@ def flex_gradient(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found = {
         row["attention"]: row.get("grad_norms", [])[:1]
         for row in rows
-        if (row["attention"], row["checkpointing"], row["packing_wanted"]) in (DEFAULT, FLEX)
+        if (row["attention"], row["checkpointing"], row["packing_wanted"]) in (SDPA, FLEX)
         and row.get("packing") == row["packing_wanted"]
     }
     missing = [name for name in ("sdpa", "flex") if not found.get(name)]
@@ -193,8 +178,8 @@ def profile(report: Report, shape: str) -> None:
 
     shape, sizes = sizes_of(shape, report.dry_run)
     report.put("budget", sizes.budget)
-    config, policy, _, dist = build(shape, sizes, "sdpa", "selective", "tree")
-    on_gpu = policy.device.type == "cuda"
+    on_gpu = torch.cuda.is_available()
+    config, policy, _, dist = build(shape, sizes, "flex" if on_gpu else "sdpa", "selective", "tree")
     trainer = make_trainer(policy, config, dist)
     examples = examples_of(varied_groups(sizes, 1)[: 2 if report.dry_run else 3])
     for step in (1, 2):
@@ -356,84 +341,6 @@ def device_of() -> torch.device:
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def timed(run: Callable[[], Any], device: torch.device) -> float:
-    """Milliseconds until the device has finished."""
-    import torch
-
-    started = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return 1000 * (time.perf_counter() - started)
-
-
-def first_and_median(run: Callable[[], Any], device: torch.device) -> dict[str, float]:
-    """Milliseconds of the first call, which may build a plan or compile, and of later calls."""
-    first = timed(run, device)
-    later = [timed(run, device) for _ in range(REPEATS)]
-    return {"first_ms": round(first, 3), "ms": round(statistics.median(later), 3)}
-
-
-def flex(report: Report) -> None:
-    """FlexAttention over a small prefix tree: times, and the largest differences from sdpa.
-
-    A row that fails is recorded with its reason. A CPU has no backward pass, so a dry run leaves it out.
-    """
-    use_trainer_environment()
-    for shape, queries, dtype, gradients, softcap in FLEX_SHAPES:
-        heads, kv_heads = SHAPES[shape][3:5]
-        row: dict[str, Any] = {
-            "heads": f"{heads}/{kv_heads}",
-            "queries": queries,
-            "dtype": dtype,
-            "gradients": gradients and not report.dry_run,
-            "softcap": softcap,
-        }
-        try:
-            row |= flex_row(shape, queries, dtype, row["gradients"], softcap)
-        except Exception as error:  # noqa: BLE001 -- a compiler's errors are results
-            row["failed"] = reason_of(error)
-        report.add("rows", row)
-
-
-def flex_row(shape: str, queries: int, dtype: str, gradients: bool, softcap: float | None) -> dict[str, Any]:
-    """Milliseconds of FlexAttention, and its differences from sdpa relative to sdpa's largest value.
-
-    `failed` has the largest of them if it is above FLEX_TOLERANCE.
-    """
-    import torch
-
-    from skylite.model.flex_attention import flex_tree_attention
-    from skylite.model.prefix_tree import build_tree
-    from skylite.model.tree_attention import ScoreSettings, tree_attention, tree_layout
-
-    device, third = device_of(), queries // 3
-    prompt = list(range(third))
-    tree = build_tree([[*prompt, *[token] * third] for token in (-1, -2)], [0, 0])
-    layout = tree_layout(tree, *(torch.from_numpy(x).to(device) for x in (tree.depths, tree.ends)))
-    hidden, _, _, heads, kv_heads, *_ = SHAPES[shape]
-    size = hidden // heads
-    torch.manual_seed(0)
-    inputs = [
-        torch.randn(1, n, queries, size, device=device, dtype=getattr(torch, dtype), requires_grad=gradients)
-        for n in (heads, kv_heads, kv_heads)
-    ]
-    settings = ScoreSettings(size**-0.5, None, softcap)
-
-    def run(form: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-        with torch.set_grad_enabled(gradients):
-            out = form(*inputs, layout, settings)
-        return [out, *(torch.autograd.grad(out.square().sum(), inputs) if gradients else [])]
-
-    times = first_and_median(lambda: run(flex_tree_attention), device)
-    pairs = zip(run(flex_tree_attention), run(tree_attention), strict=True)
-    gaps = [float((a - b).abs().max() / b.abs().max()) for a, b in pairs]
-    row: dict[str, Any] = dict(zip(("gap", "query_gap", "key_gap", "value_gap"), gaps, strict=False))
-    if not max(gaps) <= FLEX_TOLERANCE:
-        row["failed"] = f"differs from sdpa by {max(gaps):.1%}"
-    return times | row
 
 
 def use_trainer_environment() -> None:

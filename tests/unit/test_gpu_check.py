@@ -57,25 +57,27 @@ def planned(gpu_check: Any, monkeypatch: pytest.MonkeyPatch, taken: dict[str, fl
     monkeypatch.setattr(gpu_check, "time", clock)
     monkeypatch.setattr(gpu_check, "in_own_process", run)
     gpu_check.check(list(gpu_check.PARTS), None, False)
-    assert clock.now <= gpu_check.TOTAL_S
+    assert clock.now <= sum(part.limit_s for part in gpu_check.PARTS.values())
     return given
 
 
-def test_all_parts_fit_into_nine_minutes(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_halves_fit_into_150_and_430_seconds(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_check = module("gpu_check")
     limits = {name: part.limit_s for name, part in gpu_check.PARTS.items()}
-    assert sum(limits.values()) <= gpu_check.TOTAL_S == 505
+    sums = {half: sum(p.limit_s for p in parts.values()) for half, parts in gpu_check.HALVES.items()}
+    assert sums["train"] <= 150
+    assert sums["serve"] <= 430
     assert planned(gpu_check, monkeypatch, {}) == limits, "parts that use their time cut no later part"
 
 
 def test_a_part_may_use_the_time_that_earlier_ones_left(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_check = module("gpu_check")
     limits = {name: part.limit_s for name, part in gpu_check.PARTS.items()}
-    taken = {"machine": 5.0, "collectives": 5.0, "loop": 100.0}
+    taken = {"machine": 5.0, "kernels": 5.0}
     given = planned(gpu_check, monkeypatch, taken)
     spare = sum(limits[name] - seconds for name, seconds in taken.items())
-    assert given["train 7b"] == limits["train 7b"] + spare
-    assert given["profile 7b"] == limits["profile 7b"], "7B used the spare time"
+    assert given["train 0.5b"] == limits["train 0.5b"] + spare
+    assert given["train 7b"] == limits["train 7b"], "0.5B used the spare time"
 
 
 def test_results_name_no_folder_of_the_machine(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +100,9 @@ def test_results_name_no_folder_of_the_machine(module: Any, monkeypatch: pytest.
     }
 
 
-@pytest.mark.parametrize("function", ["train", "profile", "out_of_memory", "collectives", "flex"])
+@pytest.mark.parametrize("function", ["train", "profile", "out_of_memory", "collectives"])
 def test_a_part_that_trains_sets_its_environment_before_it_imports_torch(function: str) -> None:
-    more = "" if function in ("collectives", "flex") else ", 'qwen2.5-7b'"
+    more = "" if function == "collectives" else ", 'qwen2.5-7b'"
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); import gpu_check, gpu_train\n"
         "gpu_train.use_trainer_environment = lambda: sys.exit('torch' in sys.modules)\n"
@@ -132,7 +134,7 @@ def test_results_are_kept_on_a_machine_without_git_and_with_a_broken_driver(
 
 def test_the_largest_shape_has_micro_batches_that_fit(gpu_train: Any) -> None:
     sizes = {shape: gpu_train.sizes_of(shape, False)[1].budget for shape in gpu_train.MODES}
-    assert sizes == {"qwen2.5-7b": 8192, "qwen2.5-0.5b": 16384, "qwen2.5-1.5b": 16384}
+    assert sizes == {"qwen2.5-7b": 8192, "qwen2.5-0.5b": 16384}
     assert gpu_train.sizes_of("qwen2.5-7b", True)[0] == "tiny"
 
 
