@@ -154,7 +154,7 @@ def random_model_command(folder: Path, shape: str, dry_run: bool) -> tuple[list[
     os.environ["XDG_STATE_HOME"] = str(folder / "state")  # make_project prepares with this environment
     make_project(folder, make_model(shape, folder / "model"))
     prompts, completion = (4, 12) if dry_run else (32, 512)
-    settings = {
+    settings: dict[str, object] = {
         "rollout.prompts_per_step": prompts,
         "rollout.group_size": 8,
         "rollout.max_prompt_tokens": 128,
