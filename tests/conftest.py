@@ -21,6 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARE_VLLM = (
     "test_vllm_bad_adapters",
+    "test_vllm_batched",
     "test_vllm_logprobs",
     "test_vllm_many_adapters",
     "test_vllm_plugin",

@@ -48,6 +48,7 @@ def test_a_request_for_samples_sets_every_parameter(tmp_path: Path) -> None:
         "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
         "stop": [], "include_stop_str_in_output": False,
         "stop_token_ids": [5, 6], "seed": 40, "logprobs": 0, "return_token_ids": True,
+            "vllm_xargs": {"skylite_batched": 1},
     }  # fmt: skip
     assert seen == [("POST /v1/completions", body)]
 

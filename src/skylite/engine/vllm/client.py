@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from skylite.engine.connections import MAX_CONNECTIONS, Address, Connections
 from skylite.engine.interface import Sampling
+from skylite.engine.vllm.plugin.batched_outputs import MARK
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Call
@@ -148,6 +149,7 @@ class VllmClient:
             "seed": sampling.seed,
             "logprobs": 0,
             "return_token_ids": True,
+            "vllm_xargs": {MARK: 1},
         }
         reply = await self._complete(request, _SampleReply)
         if reply.model != model:

@@ -28,8 +28,8 @@ from skylite.engine.vllm.memory import (
     engine_memory,
     served_rank,
 )
-from skylite.engine.vllm.models import check_build, check_lora, check_torchvision
-from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER, SWITCH
+from skylite.engine.vllm.models import check_build, check_lora, check_torchvision, vllm_version
+from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER, SWITCH, batched_outputs
 from skylite.engine.vllm.plugin import processes as plugin_processes
 from skylite.errors import ModelError
 from skylite.processes.child_env import FEW_PRODUCTS, INTEL_OPENMP, LOOPBACK_ONLY, has_library, preload_env
@@ -104,6 +104,8 @@ class VllmLauncher:
                 f"vLLM is started for LoRA rank {served_rank(rank)}, the smallest rank it allows "
                 f"that holds rank {rank}"
             )
+        if note := batched_outputs.untested(vllm_version()):
+            notes.append(note)
         return notes + (_cpu_notes(config, dtype, cpu_lora) if device == "cpu" else [])
 
     def memory(
@@ -143,6 +145,7 @@ class VllmLauncher:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
             plugin_processes.SWITCH: "1",
+            batched_outputs.SWITCH: "1" if spec.fixed_adapter is None else "0",
             **LOOPBACK_ONLY,
             "VLLM_HOST_IP": "127.0.0.1",
             # A run's client sends no key, a public server checks its key itself, and development routes

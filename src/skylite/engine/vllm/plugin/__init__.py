@@ -1,4 +1,4 @@
-"""vLLM general plugin: LoRA on CPU by dense matrix products, and RMS norms by vLLM's own kernels.
+"""vLLM general plugin: sampled tokens in batches; on CPU LoRA by dense products, norms by vLLM's own kernels.
 
 Stock vLLM on CPU gathers one copy of the adapter per token, several times slower than the base model. It also
 answers base requests of a mixed batch with an adapter: they carry slot -1, which the gather reads as the last
@@ -7,8 +7,10 @@ slot. vLLM calls `register` in each of its processes.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 
+from skylite.engine.vllm.plugin import batched_outputs
 from skylite.engine.vllm.plugin.processes import SWITCH as SERVER
 from skylite.engine.vllm.plugin.processes import (
     die_with_starter,
@@ -32,13 +34,29 @@ WRAPPER = "skylite.engine.vllm.plugin.dense_lora.DensePunicaWrapperCPU"
 
 
 def register() -> None:
-    """Install the LoRA wrapper in vLLM's CPU platform. Safe to call again; no effect on other platforms."""
+    """Install what the environment switches on. Safe to call again."""
     if os.environ.get(SERVER) == "1":
         die_with_starter()
         die_with_starter_in_forks()
         mark_shared_memory()
-    if os.environ.get(SWITCH) not in (DENSE, MERGED):
-        return
+    if os.environ.get(batched_outputs.SWITCH) == "1":
+        _batch_outputs()
+    if os.environ.get(SWITCH) in (DENSE, MERGED):
+        _change_cpu()
+
+
+def _batch_outputs() -> None:
+    import vllm
+    from vllm.logger import init_logger
+
+    if reason := batched_outputs.untested(vllm.__version__):
+        init_logger("vllm.skylite").warning(reason)
+    else:
+        batched_outputs.install(api_process=multiprocessing.parent_process() is None)
+
+
+def _change_cpu() -> None:
+    """Install the LoRA wrapper and more in vLLM's CPU platform. No effect on other platforms."""
     import vllm
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
