@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skylite.adapters.target_modules import predict_modules, predict_target_modules, short_names
+from skylite.adapters.target_modules import matches, predict_modules, predict_target_modules, short_names
 from skylite.config.lora import LoraConfig
 from skylite.engine.model_sizes import model_sizes
 from skylite.model.policy import adapted_modules
@@ -19,10 +19,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "by name": {"target_modules": ["q_proj", "v_proj", "query_key_value", "qkv_proj", "q_a_proj"]},
     "by path": {"target_modules": [r".*\.layers\.1\..*(_proj|_key_value)"]},
     "embedding": {"target_modules": ["embed_tokens", "embed_in", "o_proj"]},
+    "wildcard": {"target_modules": ["*.layers.0.*"], "exclude_modules": ["*_proj_with_mqa"]},
+    "megatron": {"target_modules": ["linear_qkv", "linear_q_up_proj", "*.layers.1.*.linear_fc2"]},
 }
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *OTHER_FAMILIES])
+@pytest.fixture(scope="module", params=[*FAMILIES, *OTHER_FAMILIES, "llama4_text"])
 def model_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / request.param, request.param)
 
@@ -61,3 +63,21 @@ def test_a_short_name_selects_exactly_the_chosen_modules() -> None:
     modules = ["a.0.q", "a.1.q", "a.0.k", "b.q"]
     assert short_names(modules, ["a.0.q", "a.1.q", "b.q"]) == ["q"]
     assert short_names(modules, ["a.0.q", "a.0.k"]) == ["a.0.q", "k"]
+
+
+def test_megatron_names_and_wildcards_select_as_they_do_there() -> None:
+    layers = [f"model.layers.{n}" for n in range(11)]
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+             "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+    paths = [f"{layer}.{part}" for layer in layers for part in parts]
+
+    def selected(*patterns: str) -> set[str]:
+        return {path for path in paths if matches(path, patterns)}
+
+    assert selected("*.layers.1.*.linear_qkv") == {f"model.layers.1.self_attn.{n}_proj" for n in "qkv"}
+    assert selected("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2") == set(paths)
+    canonical = ("linear_q", "linear_k", "linear_v", "linear_proj", "linear_fc1_up", "linear_fc1_gate")
+    assert selected(*canonical, "linear_fc2") == set(paths)
+    assert selected("linear_fc1_gate") == {f"{layer}.mlp.gate_proj" for layer in layers}
+    assert selected("*.layers.1.*") == {path for path in paths if path.startswith("model.layers.1.")}
+    assert selected("*.linear_q_up_proj", "*.decoder.*") == set()

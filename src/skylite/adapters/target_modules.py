@@ -4,24 +4,43 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import regex
 
-from skylite.config.lora import LoraConfig
+from skylite.config.lora import WILDCARD, LoraConfig
 from skylite.errors import ConfigError, ModelError
 from skylite.hub.resolve import tensor_shapes
 from skylite.notes import Note, warning
 
 EXPERTS = ".experts."
 """In the names of weights of experts. transformers joins those of a layer in parameters of one module."""
-ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "mlp.router", "router.layer")
-"""Ends of paths of expert routers. transformers computes them without a linear module."""
+ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "mlp.router", "router.layer", "feed_forward.router")
+"""Ends of paths of expert routers. transformers computes them without a plain linear module."""
 
 LM_HEADS = ("lm_head", "embed_out", "output_layer")
 """The last part of the LM head's path in transformers' models. A head that shares the embedding's weight is
 in no file."""
 
+
+MEGATRON = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"),
+    "linear_q": ("q_proj",),
+    "linear_k": ("k_proj",),
+    "linear_v": ("v_proj",),
+    "linear_proj": ("o_proj", "attention.dense"),
+    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h"),
+    "linear_fc1_gate": ("gate_proj",),
+    "linear_fc1_up": ("up_proj",),
+    "linear_fc2": ("down_proj", "dense_4h_to_h"),
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+}
+"""Megatron's name of a module -> its names in transformers' models."""
 
 MATCH_TIMEOUT_S = 1.0
 """Limit for one pattern on one name. Some patterns take exponential time."""
@@ -30,12 +49,25 @@ MATCH_TIMEOUT_S = 1.0
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether a module path matches a pattern: the end of the path, or a regex for the full path.
 
+    A pattern that begins with `*` has wildcards and no regex. Its last part may be Megatron's name.
     Raises ConfigError for a regex that takes longer than MATCH_TIMEOUT_S.
     """
-    return any(name == p or name.endswith(f".{p}") or _fully_matches(name, p) for p in patterns)
+    return any(
+        name == p or name.endswith(f".{p}") or _fully_matches(name, p)
+        for pattern in patterns
+        for p in _in_transformers(pattern)
+    )
+
+
+def _in_transformers(pattern: str) -> list[str]:
+    """The pattern with transformers' names in the place of Megatron's."""
+    path, dot, last = pattern.rpartition(".")
+    return [f"{path}{dot}{name}" for name in MEGATRON.get(last, (last,))]
 
 
 def _fully_matches(name: str, pattern: str) -> bool:
+    if pattern.startswith(WILDCARD):
+        return fnmatchcase(name, pattern)
     try:
         return regex.fullmatch(pattern, name, timeout=MATCH_TIMEOUT_S) is not None
     except TimeoutError:

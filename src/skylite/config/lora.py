@@ -9,6 +9,9 @@ from pydantic import Field, field_validator
 from skylite.config.base_section import UPDATE, WHAT, Flag, Section
 from skylite.config.check_regex import check_regex
 
+WILDCARD = "*"
+"""A pattern that begins with it has wildcards: no regex begins so."""
+
 
 class LoraConfig(Section):
     """The LoRA adapter under training."""
@@ -21,8 +24,9 @@ class LoraConfig(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout probability on the adapter's input during training. The engine samples without dropout."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Modules that get LoRA: "all-linear" (all but the LM head), or a list of module names and regular
-    expressions. An expression must match the complete module path."""
+    """Modules that get LoRA: "all-linear" (all but the LM head), or a list of module names, regular
+    expressions and wildcards ("*.layers.0.*"). The last two must match the complete module path; wildcards
+    begin with *. Megatron's names, such as linear_qkv, stand for the model's own."""
     exclude_modules: list[str] = []
     """Module names or regular expressions that get no LoRA."""
     lora_sync_path: str | None = None
@@ -50,7 +54,8 @@ class LoraConfig(Section):
     @classmethod
     def check_modules(cls, modules: str | list[str]) -> str | list[str]:
         for pattern in modules if isinstance(modules, list) else []:
-            check_regex(pattern)
+            if not pattern.startswith(WILDCARD):
+                check_regex(pattern)
         return modules
 
     @field_validator("use_dora")
