@@ -198,7 +198,9 @@ def fake_row(row: dict[str, Any]) -> dict[str, Any]:
     any_length = settings(prompt + 2048 * group, row["checkpointing"], row["attention"], prompt, group)
     tensors = meta_shapes(row["shape"])
     adapted = {n.removesuffix(".weight") for n, s in tensors.items() if ".layers." in n and len(s) == 2}
-    sizes = sizes_of(tensors, {"architectures": ["Qwen2ForCausalLM"]}, adapted, config.lora.rank)
+    sizes = sizes_of(
+        tensors, {"architectures": ["Qwen2ForCausalLM"]}, dict.fromkeys(adapted, config.lora.rank)
+    )
     trainer = gpu_memory_plan.trainer_memory(sizes, config, "cuda", "bfloat16")
     without = trainer.process + 5 * gpu_memory_plan.FLOAT32 * sizes.lora
     names = {k: row[k] for k in ("shape", "checkpointing", "attention", "nodes", "prompt", "group")}

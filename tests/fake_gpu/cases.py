@@ -158,7 +158,7 @@ def predicted_trainer(model: Any, config: TrainConfig) -> TrainerMemory:
         tensors = {n: list(t.shape) for n, t in AutoModelForCausalLM.from_config(model).state_dict().items()}
     paths = {n.removesuffix(".weight") for n, s in tensors.items() if ".layers." in n and len(s) == 2}
     adapted = {path for path in paths if not matches(path, ROUTERS)}
-    sizes = sizes_of(tensors, model.to_dict(), adapted, config.lora.rank)
+    sizes = sizes_of(tensors, model.to_dict(), dict.fromkeys(adapted, config.lora.rank))
     return trainer_memory(sizes, config, "cuda", "bfloat16")
 
 

@@ -161,7 +161,7 @@ def test_vllm_allocates_the_predicted_part_on_each_gpu(gpus: int, answers: dict[
     shapes = {f"model.layers.0.{name}.weight": shape for name, shape in LAYER.items()}
     adapted = {name.removesuffix(".weight") for name in shapes}
     shapes["model.embed_tokens.weight"] = (VOCABULARY, HIDDEN)
-    sizes = sizes_of(shapes, {"num_attention_heads": HEADS}, adapted, LORA_RANK)
+    sizes = sizes_of(shapes, {"num_attention_heads": HEADS}, dict.fromkeys(adapted, LORA_RANK))
     part = sizes.per_gpu(gpus)
     # On 8 GPUs vLLM copies key-value heads, which the prediction leaves out.
     assert part.parameters == pytest.approx(vllm["layer"] + vllm["embedding"], rel=0.02 if gpus == 2 else 0.1)

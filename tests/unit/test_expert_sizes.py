@@ -53,7 +53,7 @@ def test_a_layer_keeps_what_its_experts_keep() -> None:
     tensors = {"model.embed_tokens.weight": (1000, HIDDEN)} | stack(2, layer)
     for index in range(2):
         tensors |= {f"model.layers.{index}.{name}": s for name, s in separate("w1", "w2", "w3").items()}
-    found = sizes_of(tensors, CONFIG, set(), 4)
+    found = sizes_of(tensors, CONFIG, {})
     experts = PER_TOKEN * (3 * INNER + HIDDEN + 1)
     assert found.kept == 2 * (2 * 32 + 16 + 16 + experts)
     assert found.recomputed == 2 * HIDDEN, "one norm's output: experts and router are frozen"

@@ -28,7 +28,7 @@ def stack(layers: int, layer: Shapes, prefix: str = "model.layers", first: int =
 
 def sizes(shapes: Shapes, config: Mapping[str, Any], adapted: set[str] | None = None) -> ModelSizes:
     tensors = {"model.embed_tokens.weight": (1000, 64)} | shapes
-    return sizes_of(tensors, config, adapted or set(), 32)
+    return sizes_of(tensors, config, dict.fromkeys(adapted or (), 32))
 
 
 def attention(hidden: int, heads: int, kv: int, size: int) -> Shapes:

@@ -16,7 +16,7 @@ from skylite.resources.gpu_memory_plan import divide_gpus, trainer_memory
 from skylite.resources.gpu_placement import GpuChoice
 from tests.settings import load_config
 from tests.unit.doc_scripts import script
-from tests.unit.test_gpu_memory_plan import HIDDEN, INNER, KEYS, LAYERS, RANK, VOCAB, config, model
+from tests.unit.test_gpu_memory_plan import HIDDEN, INNER, KEYS, LAYERS, VOCAB, config, model
 
 Shapes = dict[str, tuple[int, ...]]
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -67,7 +67,7 @@ def test_latent_attention_caches_its_vector_on_every_gpu() -> None:
         f"{layer}kv_b_proj.weight": (4 * 16, 16),
         f"{layer}o_proj.weight": (32, 4 * 8),
     }
-    assert sizes_of(shapes, tree, set(), RANK).per_gpu(4).cached == 20
+    assert sizes_of(shapes, tree, {}).per_gpu(4).cached == 20
 
 
 def test_the_documented_72b_fits_eight_gpus_of_80_gb(tmp_path: Path) -> None:

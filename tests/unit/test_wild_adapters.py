@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import torch as torch_file
 from safetensors.numpy import load_file, save_file
 
 from skylite.adapters.folder import find_adapter
@@ -41,6 +39,7 @@ def write(
     names: tuple[str, ...] = LAYERS,
     dtype: Any = np.float32,
     layer: str = "",
+    ranks: dict[str, int] | None = None,
     **peft: Any,
 ) -> Path:
     """An adapter as PEFT writes it, with random matrices on the modules `names` of the base."""
@@ -50,17 +49,46 @@ def write(
         path = name.removesuffix(".weight")
         if path.rpartition(".")[2] in names and layer in path:
             key = f"base_model.model.{path}"
-            tensors[f"{key}.lora_A.weight"] = random.normal(size=(RANK, shape[1])).astype(dtype)
-            tensors[f"{key}.lora_B.weight"] = random.normal(size=(shape[0], RANK)).astype(dtype)
+            rank = next((r for end, r in (ranks or {}).items() if path.endswith(end)), RANK)
+            tensors[f"{key}.lora_A.weight"] = random.normal(size=(rank, shape[1])).astype(dtype)
+            tensors[f"{key}.lora_B.weight"] = random.normal(size=(shape[0], rank)).astype(dtype)
     save_file(tensors, folder / WEIGHTS)
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "bias": "none",
         "base_model_name_or_path": "somewhere/base", "target_modules": list(names), "lora_dropout": 0.0,
         "inference_mode": True, "modules_to_save": None, "use_dora": False, "use_rslora": False,
-        "rank_pattern": {}, "alpha_pattern": {}, "peft_version": "0.19.0", "init_lora_weights": True,
+        "rank_pattern": ranks or {}, "alpha_pattern": {}, "peft_version": "0.19.0", "init_lora_weights": True,
     }  # fmt: skip
     (folder / CONFIG).write_text(json.dumps(config | peft))
     return folder
+
+
+def pickled(folder: Path) -> Path:
+    torch.save(torch_file.load_file(folder / WEIGHTS), folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+    return folder
+
+
+def rewritten(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    tensors = torch_file.load_file(folder / WEIGHTS)
+    torch_file.save_file({name: change(tensor) for name, tensor in tensors.items()}, folder / WEIGHTS)
+    return folder
+
+
+def with_tensor(folder: Path, name: str, tensor: torch.Tensor) -> Path:
+    torch_file.save_file(torch_file.load_file(folder / WEIGHTS) | {name: tensor}, folder / WEIGHTS)
+    return folder
+
+
+def base_tensor(base: Path, path: str) -> torch.Tensor:
+    return torch_file.load_file(base / "model.safetensors")[f"{path}.weight"]
+
+
+def matrices(folder: Path) -> list[torch.Tensor]:
+    """Of LoRA, sorted by name, in float32."""
+    path = folder / "adapter_model.bin"
+    tensors = torch.load(path) if path.is_file() else torch_file.load_file(folder / WEIGHTS)
+    return [tensor.float() for name, tensor in sorted(tensors.items()) if ".lora_" in name]
 
 
 def renamed(folder: Path, change: Callable[[str], str]) -> Path:
@@ -79,6 +107,7 @@ def old_config(folder: Path) -> Path:
     return folder
 
 
+EMBEDDING = "base_model.model.model.embed_tokens.base_layer.weight"
 REGEX = r"model\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
 UNSLOTH: dict[str, Any] = {
     "base_model_name_or_path": "unsloth/qwen2.5-0.5b-instruct-unsloth-bnb-4bit",
@@ -106,6 +135,20 @@ LOADS: dict[str, tuple[Callable[[Path, Path], Path], dict[str, Any]]] = {
             + [f"model.layers.1.mlp.{n}" for n in LAYERS[4:]]
         )},
     ),
+    "rank_pattern": (
+        lambda d, b: write(d, b, ranks={"layers.1.self_attn.q_proj": 4}),
+        {"rank_pattern": {"layers.1.self_attn.q_proj": 4}},
+    ),
+    "alpha_pattern": (
+        lambda d, b: write(d, b, alpha_pattern={r"layers\.1\..*q_proj": 64}),
+        {"alpha_pattern": {r"layers\.1\..*q_proj": 64}},
+    ),
+    "peft05_bin": (lambda d, b: pickled(old_config(write(d, b))), {}),
+    "embeddings_saved": (
+        lambda d, b: with_tensor(write(d, b, ("q_proj",)), EMBEDDING, base_tensor(b, "model.embed_tokens")),
+        {"target_modules": ["q_proj"]},
+    ),
+    "bf16_weights": (lambda d, b: rewritten(write(d, b), torch.Tensor.bfloat16), {}),
     "rslora": (lambda d, b: write(d, b, use_rslora=True), {"use_rslora": True}),
     "alpha_float": (lambda d, b: write(d, b, lora_alpha=16.5), {"alpha": 16.5}),
     "unsloth_like": (lambda d, b: write(d, b, **UNSLOTH), {}),
@@ -126,7 +169,10 @@ def test_version_0_has_the_bits_of_the_adapter_and_nobody_types_its_settings(
     make, expected = LOADS[name]
     adapter = make(tmp_path / "adapter", tiny_llama)
     config, _ = adopt_adapter(settings(adapter), (), tiny_llama)
-    usual = {"rank": RANK, "alpha": ALPHA, "use_rslora": False, "target_modules": "all-linear"}
+    usual = {
+        "rank": RANK, "alpha": ALPHA, "use_rslora": False, "target_modules": "all-linear",
+        "rank_pattern": {}, "alpha_pattern": {},
+    }  # fmt: skip
     assert {key: getattr(config.lora, key) for key in usual} == usual | expected
 
     run = RunDir(tmp_path / "run")
@@ -134,20 +180,21 @@ def test_version_0_has_the_bits_of_the_adapter_and_nobody_types_its_settings(
     started = resolved(tiny_llama, tmp_path, identity={"warm_start": run.warm_start})
     with lone_rank() as dist:
         published = adapter_tensors(load_policy(started, config, dist))
-    given = [torch.from_numpy(v.astype(np.float32)) for _, v in sorted(load_file(adapter / WEIGHTS).items())]
+    given = matrices(adapter)
     assert len(published) == len(given)
     assert all(torch.equal(published[k], v) for k, v in zip(sorted(published), given, strict=True))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "rank_pattern": ({"rank_pattern": {"layers.1.self_attn.q_proj": 4}}, "ranks differ.*merge_and_unload"),
-    "alpha_pattern": (
-        {"alpha_pattern": {"layers.1.self_attn.q_proj": 64}},
-        "alphas differ.*merge_and_unload",
+    "a rank that no matrix has": (
+        {"rank_pattern": {"layers.1.self_attn.q_proj": 4}},
+        r"q_proj\.lora_A\.weight of rank 8, but its adapter_config\.json says 4",
     ),
+    "a pattern that is not a regex": ({"rank_pattern": {"q_proj(": 4}}, r"q_proj\(' is not a regex"),
+    "an alpha of 0 for one module": ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern.*greater than 0"),
     "modules_to_save": ({"modules_to_save": ["lm_head"]}, "fully trained modules.*merge_and_unload"),
     "dora": ({"use_dora": True}, "DoRA adapter.*merge_and_unload"),
-    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "PEFT can convert it on saving"),
+    "pissa": ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
     "verl_alpha_zero": ({"lora_alpha": 0}, "lora_alpha 0.*Give --alpha"),
 }
 
@@ -168,29 +215,30 @@ def test_the_alpha_that_verl_did_not_write_can_be_given(tmp_path: Path, tiny_lla
     assert (config.lora.alpha, config.lora.rank) == (16, RANK)
 
 
-def test_saved_embeddings_and_heads_are_refused(tmp_path: Path, tiny_llama: Path) -> None:
-    saved = write(tmp_path / "saved", tiny_llama)
-    key = "base_model.model.model.embed_tokens.base_layer.weight"
-    save_file(load_file(saved / WEIGHTS) | {key: np.ones((260, 64), np.float32)}, saved / WEIGHTS)
-    with pytest.raises(ModelError, match=r"base_layer\.weight \[260, 64\].*merge_and_unload"):
-        read_warm_start(saved)
+def test_trained_embeddings_and_heads_are_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    trained = base_tensor(tiny_llama, "model.embed_tokens") + 1e-3
+    saved = with_tensor(write(tmp_path / "saved", tiny_llama), EMBEDDING, trained)
+    with pytest.raises(ModelError, match=r"base_layer\.weight.*it was trained.*merge_and_unload"):
+        adopt_adapter(settings(saved), (), tiny_llama)
     head = write(tmp_path / "head", tiny_llama, (*LAYERS, "lm_head"), target_modules="all-linear")
     with pytest.raises(ModelError, match=r"LM head.*train_unembed=False.*merge_and_unload"):
         adopt_adapter(settings(head), (), tiny_llama)
 
 
-def test_the_command_in_the_message_converts_a_pickle(tmp_path: Path, tiny_llama: Path) -> None:
-    adapter = old_config(write(tmp_path / "adapter", tiny_llama))
-    tensors = load_file(adapter / WEIGHTS)
-    torch.save({k: torch.from_numpy(v) for k, v in tensors.items()}, adapter / "adapter_model.bin")
-    (adapter / WEIGHTS).unlink()
-    with pytest.raises(ModelError) as caught:
+def test_a_pickle_that_holds_code_is_refused_and_does_not_run(tmp_path: Path, tiny_llama: Path) -> None:
+    class Code:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    adapter = pickled(write(tmp_path / "adapter", tiny_llama))
+    file = adapter / "adapter_model.bin"
+    file.write_bytes(b"")
+    with pytest.raises(ModelError, match="damaged or holds more than tensors"):
         read_warm_start(adapter)
-    words = shlex.split(caught.value.hint[caught.value.hint.index("python -c") :])
-    subprocess.run([sys.executable, *words[1:3]], cwd=adapter, check=True)
-    assert read_warm_start(adapter).rank == RANK
-    converted = load_file(adapter / WEIGHTS)
-    assert all(np.array_equal(converted[k], v) for k, v in tensors.items())
+    torch.save({"base_model.model.a.lora_A.weight": Code()}, file)
+    with pytest.raises(ModelError, match="damaged or holds more than tensors, such as code"):
+        read_warm_start(adapter)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_folder_of_adapters_names_those_that_can_be_given(tmp_path: Path, tiny_llama: Path) -> None:

@@ -21,6 +21,7 @@ class ServedAdapter:
     base_model: str
     """Name or folder recorded with the adapter."""
     rank: int
+    """The highest of its modules."""
     target_modules: list[str] | None
     """Module names; None when the adapter has a pattern instead."""
     run: RunDir | None
@@ -72,16 +73,19 @@ def _available(versions: Sequence[AdapterVersion]) -> str:
 
 def _served(adapter: AdapterVersion, run: RunDir | None, config: RunConfig | None) -> ServedAdapter:
     found = read_warm_start(adapter.path)
-    if found.odd_name is not None:
+    odd = None if found.odd_name is None else f"{adapter.path} has a tensor {found.odd_name}, "
+    if not adapter.weights_path.is_file():
+        odd = f"{adapter.path} has no {adapter.weights_path.name} but a pickle, "
+    if odd is not None:
         raise ModelError(
-            f"{adapter.path} names a matrix {found.odd_name}, as neither PEFT nor an engine does.",
-            "A run that starts from it (train --from-adapter) publishes it with the usual names.",
+            f"{odd}which engines do not read.",
+            "A run that starts from it (train --from-adapter) publishes it in the usual form.",
         )
     base_model = str(config.resolved.model.path) if config is not None else found.base_model
     return ServedAdapter(
         adapter=adapter,
         base_model=base_model,
-        rank=found.rank,
+        rank=found.max_rank,
         target_modules=found.target_modules,
         run=run,
         run_config=config,

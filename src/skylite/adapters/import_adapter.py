@@ -5,37 +5,49 @@ model/policy.py checks tensor names and shapes, because that needs the model.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from skylite.adapters.manifest import Manifest, read_manifest
-from skylite.adapters.target_modules import LM_HEADS, predict_modules, short_names
+from skylite.adapters.target_modules import LM_HEADS, pattern_value, predict_modules, short_names
+from skylite.adapters.tensor_file import (
+    PICKLE,
+    WEIGHTS,
+    copy_tensors,
+    differing_tensor,
+    tensor_shapes_of,
+)
+from skylite.config.check_regex import check_regex
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, ModelError
-from skylite.hub.resolve import safetensors_header, tensor_shapes
+from skylite.hub.resolve import tensor_shapes
 from skylite.notes import Note, warning
 from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir, adapter_name
-from skylite.untrusted_files import read_text, regular
+from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
-CONFIG, WEIGHTS, MANIFEST = "adapter_config.json", "adapter_model.safetensors", "manifest.json"
-PICKLE = "adapter_model.bin"
+N = TypeVar("N", int, float)
+
+CONFIG, MANIFEST = "adapter_config.json", "manifest.json"
 PREFIX = "base_model.model."
 """What PEFT puts before the path of a module."""
 MATRIX = re.compile(
     r"(?P<path>.+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])(\.(?!weight$)[^.]+)?(\.weight)?"
 )
 """Name of a LoRA matrix. Some frameworks leave the adapter's name in it, as in lora_A.default.weight."""
+SAVED = re.compile(r"(base_model\.model\.)?(?P<path>.+?)(\.base_layer)?\.weight")
+"""Name of a weight of the base that PEFT saved beside LoRA."""
 MERGE = (
     "skylite trains and serves only plain LoRA. Merge the adapter into its base with PEFT (merge_and_unload, "
     "save_pretrained, and the tokenizer beside it), and start from that model."
@@ -52,11 +64,6 @@ UNSUPPORTED_KEYS = {
     "use_qalora": "it is a QALoRA adapter",
 }
 """Keys of adapter_config.json that must be empty or false, with the reason for the error message."""
-PATTERNS = {
-    "rank_pattern": ("r", "its ranks differ from layer to layer"),
-    "alpha_pattern": ("lora_alpha", "its alphas differ from layer to layer"),
-}
-"""Keys of adapter_config.json with values of single modules, which must be those of all."""
 CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of init_lora_weights that change the base weights: the adapter does not fit the original base."""
 
@@ -69,6 +76,8 @@ class WarmStart:
     rank: int
     alpha: float
     use_rslora: bool
+    rank_pattern: dict[str, int]
+    alpha_pattern: dict[str, float]
     base_model: str
     """Name or folder recorded in the adapter."""
     target_modules: list[str] | None
@@ -76,9 +85,16 @@ class WarmStart:
     shapes: dict[str, list[int]]
     """Shape of each matrix, by PEFT's name."""
     odd_name: str | None
-    """A name of a matrix that engines do not read; None if they read all."""
+    """A name of a tensor that engines do not read; None if they read all."""
+    saved: dict[str, str]
+    """Other tensors in the file -> the base's weights that they should be."""
     manifest: Manifest | None
     """None for an adapter that skylite did not publish."""
+
+    @property
+    def max_rank(self) -> int:
+        """The highest rank of a module."""
+        return max([self.rank, *self.rank_pattern.values()])
 
 
 def adopt_adapter(
@@ -93,7 +109,13 @@ def adopt_adapter(
     if lora.from_adapter is None:
         return config, []
     found = read_warm_start(expand_adapter_path(lora.from_adapter))
-    has = {"rank": found.rank, "alpha": found.alpha, "use_rslora": found.use_rslora}
+    has: dict[str, Any] = {
+        "rank": found.rank,
+        "alpha": found.alpha,
+        "use_rslora": found.use_rslora,
+        "rank_pattern": found.rank_pattern,
+        "alpha_pattern": found.alpha_pattern,
+    }
     if found.alpha == 0 and "lora.alpha" in chosen:  # verl wrote 0 where its own setting says more
         has["alpha"] = lora.alpha
     fixed = {name: value for name, value in has.items() if f"lora.{name}" in chosen}
@@ -117,8 +139,10 @@ def adopt_adapter(
     try:
         fresh = LoraConfig.model_validate(lora.model_dump() | update)
     except ValidationError as error:
+        first = error.errors()[0]
         raise ModelError(
-            f"The adapter {found.folder} cannot be used: {error.errors()[0]['msg']}", MERGE
+            f"The adapter {found.folder} cannot be used: {'.'.join(map(str, first['loc']))}: {first['msg']}.",
+            MERGE,
         ) from None
     changed = [name for name in update if getattr(fresh, name) != getattr(lora, name)]
     notes = [f"from the adapter: {', '.join(f'lora.{n}={getattr(fresh, n)}' for n in changed)}"]
@@ -154,22 +178,27 @@ def read_warm_start(folder: Path) -> WarmStart:
     With a manifest, also checks their hash. Raises ModelError.
     """
     _require_files(folder)
-    peft = _plain_lora(folder)
-    rank, shapes = peft["r"], _lora_shapes(folder / WEIGHTS)
-    if (found := {_rank_of(name, shape) for name, shape in shapes.items()}) != {rank}:
-        raise ModelError(
-            f"{folder / WEIGHTS} has matrices of rank {sorted(found)}, but its {CONFIG} says {rank}.",
-            "The folder is damaged.",
-        )
+    peft, tensors = _plain_lora(folder), tensor_shapes_of(folder)
+    shapes, saved = _lora_shapes(folder, tensors)
+    for name, shape in shapes.items():
+        rank, expected = _rank_of(name, shape), pattern_value(peft["rank_pattern"], _path_of(name), peft["r"])
+        if rank != expected:
+            raise ModelError(
+                f"{folder} has {name} of rank {rank}, but its {CONFIG} says {expected}.",
+                "The folder is damaged.",
+            )
     return WarmStart(
         folder=folder.resolve(),
-        rank=rank,
+        rank=peft["r"],
         alpha=peft["lora_alpha"],
         use_rslora=bool(peft.get("use_rslora")),
+        rank_pattern=peft["rank_pattern"],
+        alpha_pattern=peft["alpha_pattern"],
         base_model=str(peft.get("base_model_name_or_path")),
         target_modules=peft["target_modules"],
         shapes=shapes,
-        odd_name=next((n for n in _shapes(folder / WEIGHTS) if not usual_name(n).endswith(n)), None),
+        odd_name=next((n for n in tensors if n in saved or not usual_name(n).endswith(n)), None),
+        saved=saved,
         manifest=read_manifest(folder) if (folder / MANIFEST).is_file() else None,
     )
 
@@ -210,8 +239,10 @@ def copy_warm_start(source: Path, run: RunDir) -> None:
     Raises ModelError for a damaged copy, WriteFailed.
     """
     with atomic_folder(run.warm_start, warm_start_bytes(source)) as folder:
-        for file in _files(source):
-            shutil.copyfile(file, folder / file.name)
+        copy_tensors(source, folder, read_warm_start(source).saved)
+        for name in (CONFIG, MANIFEST):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
         read_warm_start(folder)
 
 
@@ -222,7 +253,8 @@ def expand_adapter_path(from_adapter: str) -> Path:
 
 def warm_start_bytes(source: Path) -> int:
     """Size in bytes of the copy that a run makes."""
-    return sum(file.stat().st_size for file in _files(source))
+    files = [source / name for name in (CONFIG, WEIGHTS, PICKLE, MANIFEST)]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _require_files(folder: Path) -> None:
@@ -241,25 +273,22 @@ def _require_files(folder: Path) -> None:
                 f"It holds {', '.join(inner)}: give one of them, such as --from-adapter {folder / inner[0]}."
             )
         raise ModelError(f"{what}: {CONFIG} is missing.", hint)
-    if not (folder / WEIGHTS).is_file():
+    if not (folder / WEIGHTS).is_file() and not (folder / PICKLE).is_file():
         hint = f"Give a folder saved by skylite or PEFT, e.g. {example}."
-        if (folder / PICKLE).is_file():
-            hint = (
-                f"skylite reads no pickles ({PICKLE}), which may hold code. If you trust it, convert it "
-                'there: python -c "import torch as t, safetensors.torch as s; s.save_file({k: v.contiguous() '
-                f"for k, v in t.load('{PICKLE}', weights_only=True, map_location='cpu').items()}}, "
-                f"'{WEIGHTS}')\""
-            )
         raise ModelError(f"{what}: {WEIGHTS} is missing.", hint)
 
 
 def _adapted_paths(found: WarmStart, model_path: Path) -> set[str]:
     """The modules that the adapter changes. Raises ModelError unless they are the model's, of its shapes."""
+    if (other := differing_tensor(found.folder, found.saved, model_path)) is not None:
+        raise ModelError(
+            f"The adapter {found.folder} has {other}, a weight that is not LoRA and not the one of "
+            f"{model_path.name}: it was trained, or belongs to another model.",
+            MERGE,
+        )
     adapted, shapes = set(), tensor_shapes(model_path)
     for name, shape in found.shapes.items():
-        match = MATRIX.fullmatch(name)
-        assert match is not None, "the names were read with it"
-        path, is_a = match["path"].removeprefix(PREFIX), match["side"] == "A"
+        path, is_a = _path_of(name), _is_a(name)
         if path.rpartition(".")[2] in LM_HEADS:
             raise ModelError(
                 f"The adapter {found.folder} has LoRA on the LM head ({path}), which engines leave out of "
@@ -303,14 +332,11 @@ def _targets(
     return {"target_modules": short_names(modules, adapted), "exclude_modules": []}
 
 
-def _files(source: Path) -> list[Path]:
-    return [path for name in (CONFIG, WEIGHTS, MANIFEST) if (path := source / name).is_file()]
-
-
 def _plain_lora(folder: Path) -> dict[str, Any]:
     """Read adapter_config.json of plain LoRA. Raises ModelError for any other kind.
 
-    In the result "r" is an int, "lora_alpha" a float, and "target_modules" a list of names or None.
+    In the result "r" is an int, "lora_alpha" a float, "target_modules" a list of names or None, and the
+    patterns have only what changes something.
     """
     path = folder / CONFIG
     try:
@@ -319,13 +345,16 @@ def _plain_lora(folder: Path) -> dict[str, Any]:
             str(peft["peft_type"]),
             [reason for key, reason in UNSUPPORTED_KEYS.items() if peft.get(key)],
         )
+        rank, alpha = int(peft["r"]), float(peft["lora_alpha"])
         peft |= {
-            "r": int(peft["r"]),
-            "lora_alpha": float(peft["lora_alpha"]),
+            "r": rank,
+            "lora_alpha": alpha,
             "target_modules": _names(peft.get("target_modules")),
+            "rank_pattern": _pattern(peft.get("rank_pattern"), int, rank),
+            "alpha_pattern": _pattern(peft.get("alpha_pattern"), float, alpha),
         }
-        if not math.isfinite(peft["lora_alpha"]):
-            raise ValueError(f"lora_alpha is {peft['lora_alpha']}")
+        if not math.isfinite(sum([alpha, *peft["alpha_pattern"].values()])):
+            raise ValueError(f"lora_alpha is {alpha} and alpha_pattern {peft['alpha_pattern']}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ModelError(
             f"{path} is not a PEFT LoRA configuration: {type(error).__name__} {error}.",
@@ -338,15 +367,9 @@ def _plain_lora(folder: Path) -> dict[str, Any]:
     changed_base = str(peft.get("init_lora_weights")).lower().startswith(CHANGED_BASE)
     if changed_base:
         reasons.append(
-            f"init_lora_weights={peft['init_lora_weights']} fits a changed base model "
-            "(PEFT can convert it on saving)"
+            f"init_lora_weights={peft['init_lora_weights']} fits a changed base model (PEFT "
+            "converts it: save_pretrained, path_initial_model_for_weight_conversion)"
         )
-    patterns = {key: peft.get(key) or {} for key in PATTERNS}
-    reasons += [
-        reason
-        for key, (value, reason) in PATTERNS.items()
-        if any(other != peft[value] for other in _values(patterns[key]))
-    ]
     if reasons:
         is_plain = kind == "LORA" and not changed_base
         raise ModelError(
@@ -364,38 +387,57 @@ def _names(modules: Any) -> list[str] | None:
     return modules
 
 
-def _values(pattern: Any) -> list[Any]:
-    return list(pattern.values()) if isinstance(pattern, dict) else [pattern]
+def _pattern(pattern: Any, number: Callable[[Any], N], default: N) -> dict[str, N]:
+    """A rank_pattern or alpha_pattern; empty if it changes nothing."""
+    values = {key: number(value) for key, value in (pattern or {}).items()}
+    for key in values:
+        check_regex(key)
+    return {} if set(values.values()) <= {default} else values
 
 
-def _lora_shapes(path: Path) -> dict[str, list[int]]:
-    """Shape of each LoRA matrix in a file, by PEFT's name, read from its header. Raises ModelError."""
-    shapes = {}
-    for name, shape in _shapes(path).items():
-        if MATRIX.fullmatch(name) is None or len(shape) != 2:
-            raise ModelError(f"{path} contains {name} {shape}, which is not a LoRA matrix.", MERGE)
+def _lora_shapes(
+    folder: Path, tensors: Mapping[str, list[int]]
+) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """Shape of each LoRA matrix by PEFT's name, and the other tensors with the names of the base's weights.
+
+    Raises ModelError.
+    """
+    shapes: dict[str, list[int]] = {}
+    saved = {}
+    for name, shape in tensors.items():
+        if MATRIX.fullmatch(name) is None:
+            match = SAVED.fullmatch(name)
+            if match is None:
+                raise ModelError(f"{folder} contains {name} {shape}, which is not a LoRA matrix.", MERGE)
+            saved[name] = f"{match['path']}.weight"
+            continue
+        if len(shape) != 2:
+            raise ModelError(f"{folder} contains {name} {shape}, which is not a LoRA matrix.", MERGE)
         if (usual := usual_name(name)) in shapes:
-            raise ModelError(f"{path} has {usual} twice.", "Save the adapter alone in that folder.")
+            raise ModelError(f"{folder} has {usual} twice.", "Save the adapter alone in that folder.")
         shapes[usual] = shape
-    return shapes
+    if not shapes:
+        raise ModelError(f"{folder} contains no LoRA matrix.", "Give a folder saved by skylite or PEFT.")
+    return shapes, saved
+
+
+def _path_of(matrix: str) -> str:
+    """The path of the module in the base."""
+    match = MATRIX.fullmatch(matrix)
+    assert match is not None, "the names were read with it"
+    return match["path"].removeprefix(PREFIX)
+
+
+def _is_a(matrix: str) -> bool:
+    match = MATRIX.fullmatch(matrix)
+    return match is not None and match["side"] == "A"
 
 
 def _rank_of(name: str, shape: Sequence[int]) -> int:
-    match = MATRIX.fullmatch(name)
-    return shape[0 if match is not None and match["side"] == "A" else 1]
+    return shape[0 if _is_a(name) else 1]
 
 
-def _shapes(path: Path) -> dict[str, list[int]]:
-    """Shape of every tensor, read by the library that trainer and engine use. Raises ModelError."""
-    from safetensors import SafetensorError, safe_open
-
-    safetensors_header(path)  # has a better error message for a truncated file
-    try:
-        with safe_open(regular(path), framework="numpy") as tensors:
-            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 -- not a dict
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read: {error}.", "The folder is damaged.") from None
-
-
-def _format_value(value: float | bool) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+def _format_value(value: Any) -> str:
+    return (
+        f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)
+    )

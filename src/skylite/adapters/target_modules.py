@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TypeVar
 
 import regex
 
@@ -13,6 +14,8 @@ from skylite.config.lora import WILDCARD, LoraConfig
 from skylite.errors import ConfigError, ModelError
 from skylite.hub.resolve import tensor_shapes
 from skylite.notes import Note, warning
+
+T = TypeVar("T")
 
 EXPERTS = ".experts."
 """In the names of weights of experts. transformers joins those of a layer in parameters of one module."""
@@ -59,6 +62,12 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     )
 
 
+def pattern_value(pattern: Mapping[str, T], path: str, default: T) -> T:
+    """The module's value in a rank_pattern or alpha_pattern, by the rule of PEFT and vLLM: the first key that
+    is a regex for the path or for its end after a dot. Raises ConfigError as `matches` does."""
+    return next((v for key, v in pattern.items() if _fully_matches(path, rf"(.*\.)?({key})")), default)
+
+
 def _in_transformers(pattern: str) -> list[str]:
     """The pattern with transformers' names in the place of Megatron's."""
     path, dot, last = pattern.rpartition(".")
@@ -72,8 +81,8 @@ def _fully_matches(name: str, pattern: str) -> bool:
         return regex.fullmatch(pattern, name, timeout=MATCH_TIMEOUT_S) is not None
     except TimeoutError:
         raise ConfigError(
-            f"The regex {pattern!r} in lora.target_modules or lora.exclude_modules takes longer than "
-            f"{MATCH_TIMEOUT_S:g} s for the module {name}.",
+            f"The regex {pattern!r} of the settings of LoRA takes longer than {MATCH_TIMEOUT_S:g} s for the "
+            f"module {name}.",
             "Write it without a repeat inside a repeat, such as (a+)+.",
         ) from None
 
@@ -140,6 +149,15 @@ def check_target_names(model_path: Path, config: LoraConfig) -> list[Note]:
             f"lora.exclude_modules={config.exclude_modules!r} leaves no module of {model_path.name}.",
             f"Use names of its modules: {', '.join(names)}.",
         )
+    for setting in ("rank_pattern", "alpha_pattern"):
+        for key in getattr(config, setting):
+            if not any(pattern_value({key: True}, name, False) for name in chosen):
+                close = difflib.get_close_matches(key, names, n=1)
+                raise ModelError(
+                    f"lora.{setting} names {key!r}, which matches no module that gets LoRA.",
+                    f"{f'Did you mean {close[0]!r}? ' if close else ''}"
+                    f"These do: {', '.join(short_names(modules, chosen))}.",
+                )
     unused = [n for n in config.exclude_modules if not any(matches(m, [n]) for m in (*modules, *LM_HEADS))]
     return [
         warning(f"lora.exclude_modules names {name!r}, which matches no module of {model_path.name}")

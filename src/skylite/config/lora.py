@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from skylite.config.base_section import UPDATE, WHAT, Flag, Section
 from skylite.config.check_regex import check_regex
@@ -28,7 +28,12 @@ class LoraConfig(Section):
     expressions and wildcards ("*.layers.0.*"). The last two must match the complete module path; wildcards
     begin with *. Megatron's names, such as linear_qkv, stand for the model's own."""
     exclude_modules: list[str] = []
-    """Module names or regular expressions that get no LoRA."""
+    """Modules that get no LoRA, named as in target_modules."""
+    rank_pattern: dict[str, PositiveInt] = {}
+    """Other ranks of single modules, such as { q_proj = 8 }: names, or regular expressions for the end of the
+    module path. The first that matches counts."""
+    alpha_pattern: dict[str, PositiveFloat] = {}
+    """Other alphas of single modules, named as in rank_pattern."""
     lora_sync_path: str | None = None
     """Folder to publish adapters in. none: adapters/ in the run. A folder in /dev/shm is the fastest. skylite
     creates it with mode 0700, and refuses one that other users own, may write to or lead to by a link."""
@@ -49,6 +54,11 @@ class LoraConfig(Section):
     modules_to_save: list[str] = []
     """Must stay empty: engines do not serve fully trained modules."""
 
+    @property
+    def max_rank(self) -> int:
+        """The highest rank of a module, which engines reserve."""
+        return max([self.rank, *self.rank_pattern.values()])
+
     # One validator per field, because a validator of the section does not run if any of its fields is wrong.
     @field_validator("target_modules", "exclude_modules")
     @classmethod
@@ -57,6 +67,13 @@ class LoraConfig(Section):
             if not pattern.startswith(WILDCARD):
                 check_regex(pattern)
         return modules
+
+    @field_validator("rank_pattern", "alpha_pattern")
+    @classmethod
+    def check_patterns(cls, pattern: dict[str, float]) -> dict[str, float]:
+        for key in pattern:
+            check_regex(key)
+        return pattern
 
     @field_validator("use_dora")
     @classmethod

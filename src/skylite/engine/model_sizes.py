@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skylite.adapters.target_modules import EXPERTS, predict_modules
+from skylite.adapters.target_modules import EXPERTS, pattern_value, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.tensor_parallel import HEADS, text_section
 from skylite.hub.resolve import tensor_shapes
@@ -55,7 +55,7 @@ class ModelSizes:
     """Inner size of one expert."""
     num_layers: int
     lora: int
-    """Parameters of an adapter of the run's rank."""
+    """Parameters of the run's adapter."""
     lora_per_rank: int
     """The same of rank 1."""
     kept: int
@@ -115,26 +115,28 @@ class Kept(NamedTuple):
 def model_sizes(model_path: Path, lora: LoraConfig) -> ModelSizes:
     """The sizes of a model folder. Raises ModelError for a damaged file."""
     config = parse_json(read_text(model_path / "config.json"))
-    return sizes_of(tensor_shapes(model_path), config, predict_modules(model_path, lora)[1], lora.rank)
+    adapted = predict_modules(model_path, lora)[1]
+    ranks = {path: pattern_value(lora.rank_pattern, path, lora.rank) for path in adapted}
+    return sizes_of(tensor_shapes(model_path), config, ranks)
 
 
-def sizes_of(shapes: Shapes, config: Mapping[str, Any], adapted: Collection[str], rank: int) -> ModelSizes:
-    """The sizes of a model with these tensors and this config.json, and LoRA on the modules `adapted`."""
+def sizes_of(shapes: Shapes, config: Mapping[str, Any], ranks: Mapping[str, int]) -> ModelSizes:
+    """The sizes of a model with these tensors and this config.json. `ranks`: of the modules with LoRA."""
     layers = text_layers(shapes)
     vocabulary, hidden = next((s for n, s in shapes.items() if "embed" in n and len(s) == 2), (1, 1))
     section = text_section(config)
     attentions = [attention_of(layer, section) for layer in layers.values()]
     experts = [experts_of(layer, section, hidden) for layer in layers.values()]
     dense = [{n: s for n, s in layer.items() if EXPERTS not in f".{n}"} for layer in layers.values()]
-    shrunk = [rank * sum(_path(prefix + n) in adapted for n in layer) for prefix, layer in layers.items()]
+    shrunk = [sum(ranks.get(_path(prefix + n), 0) for n in layer) for prefix, layer in layers.items()]
     kept = [_kept(*parts, hidden) for parts in zip(dense, attentions, experts, shrunk, strict=True)]
     in_layers = [_elements(layer) for layer in layers.values()]
-    lora = sum(sum(shape) for name, shape in shapes.items() if _path(name) in adapted)
+    sides = {path: sum(shape) for name, shape in shapes.items() if (path := _path(name)) in ranks}
     first = attentions[0] if attentions else Attention(0, 0, 0, None)
     cached = [a.cached for a in attentions]
     return ModelSizes(
         shapes=shapes,
-        adapted=adapted,
+        adapted=ranks.keys(),
         config=config,
         parameters=_elements(shapes),
         largest_layer=max(in_layers, default=0),
@@ -145,8 +147,8 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any], adapted: Collection[str]
         experts_per_token=max((e.per_token for e in experts), default=0),
         expert_intermediate=max((e.inner for e in experts), default=0),
         num_layers=len(layers),
-        lora=rank * lora,
-        lora_per_rank=lora,
+        lora=sum(ranks[path] * size for path, size in sides.items()),
+        lora_per_rank=sum(sides.values()),
         kept=sum(k.kept for k in kept),
         recomputed=sum(k.recomputed for k in kept),
         kept_float32=sum(k.float32 for k in kept),

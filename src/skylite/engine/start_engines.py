@@ -123,7 +123,7 @@ def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, so
         device=placement.device,
         dtype=placement.dtype,
         address=Address.of_socket(sockets / f"{name}.sock"),
-        lora_rank=config.lora.rank,
+        lora_rank=config.lora.max_rank,
         target_modules=target_modules,
         max_loras=MAX_LORAS,
         max_model_len=config.max_sequence_tokens,

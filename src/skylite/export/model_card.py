@@ -76,7 +76,7 @@ def shown_base(plan: ExportPlan) -> str:
 
 def use(plan: ExportPlan) -> str:
     rank = plan.manifest.rank
-    reserved = served_rank(plan.run_config.config.lora.rank)
+    reserved = served_rank(plan.run_config.config.lora.max_rank)
     if plan.gguf and not plan.merge:
         return f"```bash\nllama-cli -m {plan.name}-{plan.dtype}.gguf\n```"
     if plan.merge:

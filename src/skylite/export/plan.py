@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from skylite.adapters.folder import ServedAdapter, available_steps, find_adapter
-from skylite.adapters.import_adapter import WEIGHTS
 from skylite.adapters.manifest import Manifest, read_manifest
+from skylite.adapters.tensor_file import WEIGHTS
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError, ModelError

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skylite.adapters.import_adapter import CONFIG, WEIGHTS, read_warm_start
+from skylite.adapters.import_adapter import CONFIG, read_warm_start
+from skylite.adapters.tensor_file import WEIGHTS
 from skylite.data.chat_tokenizer import ChatTemplate, run_template
 from skylite.errors import ModelError
 from skylite.export.canary_check import (
@@ -71,6 +72,8 @@ def write_adapter(plan: ExportPlan, folder: Path, base_name: str) -> None:
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
         "use_rslora": lora.use_rslora,
+        "rank_pattern": lora.rank_pattern,
+        "alpha_pattern": lora.alpha_pattern,
         "target_modules": sorted(plan.manifest.target_modules),
         "bias": "none",
         "inference_mode": True,

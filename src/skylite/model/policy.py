@@ -294,5 +294,7 @@ def _peft_config(lora: LoraConfig, modules: list[str]) -> PeftLoraConfig:
         lora_dropout=lora.dropout,
         target_modules=modules,
         use_rslora=lora.use_rslora,
+        rank_pattern=lora.rank_pattern,
+        alpha_pattern=lora.alpha_pattern,
         init_lora_weights=True if lora.init == "default" else lora.init,
     )

@@ -49,12 +49,12 @@ def check_disk_space(run: RunDir, config: TrainConfig, resolved: Resolved) -> No
 
 def adapter_bytes(model_path: Path, config: TrainConfig, dtype: str) -> int:
     """Maximum size of one published adapter: LoRA on every matrix except the embedding and the LM head."""
-    return _lora_parameters(model_path, config.lora.rank) * (2 if dtype == "bfloat16" else FLOAT32_BYTES)
+    return _lora_parameters(model_path, config.lora.max_rank) * (2 if dtype == "bfloat16" else FLOAT32_BYTES)
 
 
 def checkpoint_bytes(model_path: Path, config: TrainConfig) -> int:
     """Maximum size of one checkpoint: LoRA and two AdamW moments in float32, for policy and critic."""
-    rank = config.lora.rank + config.critic_rank
+    rank = config.lora.max_rank + config.critic_rank
     return 3 * FLOAT32_BYTES * _lora_parameters(model_path, rank)
 
 

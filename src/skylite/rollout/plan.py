@@ -226,7 +226,7 @@ def choose_placement(
     of_engines: list[Note | str | None] = []
     if config.engine.num_engines:
         of_engines = [
-            launcher.check_model(model.path, device, config.lora.rank, config.lora),
+            launcher.check_model(model.path, device, config.lora.max_rank, config.lora),
             *launcher.notes(config, device, dtype, cpu_lora),
         ]
     memory, memory_notes = plan_memory(launcher, config, model.path, device, dtype, cpu_lora, gpus)

@@ -105,6 +105,8 @@ def _peft_json(policy: Policy, run_config: RunConfig) -> str:
             "lora_alpha": lora.alpha,
             "lora_dropout": lora.dropout,
             "use_rslora": lora.use_rslora,
+            "rank_pattern": lora.rank_pattern,
+            "alpha_pattern": lora.alpha_pattern,
             "target_modules": policy.target_modules,
             "bias": "none",
             "inference_mode": True,

@@ -98,7 +98,7 @@ class VllmLauncher:
 
     def notes(self, config: TrainConfig, device: str, dtype: str, cpu_lora: CpuLora) -> list[str]:
         """The rank that vLLM reserves, and what makes sampling slower than it could be."""
-        notes, rank = [], config.lora.rank
+        notes, rank = [], config.lora.max_rank
         if served_rank(rank) != rank:
             notes.append(
                 f"vLLM is started for LoRA rank {served_rank(rank)}, the smallest rank it allows "

@@ -62,7 +62,7 @@ def engine_memory(
     merged = MERGED_MEMORY * DTYPE_BYTES["bfloat16"] if device == "cpu" and cpu_lora == "merged" else 0
     return EngineMemory(
         weights=int(part.parameters * (item + merged)),
-        lora_slots=max_loras * served_rank(config.lora.rank) * slots_per_rank(sizes, gpus) * item,
+        lora_slots=max_loras * served_rank(config.lora.max_rank) * slots_per_rank(sizes, gpus) * item,
         activations=tokens * (2 * part.intermediate + 4 * hidden + experts) * item + logits,
         process=PROCESS[device] + (TENSOR_PARALLEL_BUFFERS if gpus > 1 else 0),
         kv_per_token=(part.cached or 0) * item,

@@ -61,6 +61,12 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
     table = parse_json(read_text(TABLE))
     if table["vllm"] != version:
         tested = table["vllm"]
+        if lora is not None and (lora.rank_pattern or lora.alpha_pattern):
+            raise ModelError(
+                f"vLLM {version} was not tested with lora.rank_pattern and lora.alpha_pattern, which older "
+                "releases ignore: they would sample from another policy.",
+                f"Install vLLM {tested}, or leave them out.",
+            )
         return f"vLLM {version} is not the tested {tested}, so it was not checked that it serves this model"
     architecture = _resolve(config["architectures"], table)
     _check_hybrid(model_path, config, architecture, table, device)
