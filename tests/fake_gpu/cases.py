@@ -123,6 +123,16 @@ def test_a_micro_batch_stays_on_the_gpu_and_its_largest_tensor_is_a_chunk_of_log
     assert not masks, "nobody may compare all nodes with all nodes"
 
 
+def test_lora_gradients_are_products_in_float32_and_no_matrix_is_rounded_alone() -> None:
+    memory, _ = trained("llama", "tree", settings_of())
+    sizes = model_config("llama")
+    products = [a for a in memory.allocations if a.operation == "aten.mm.dtype"]
+    assert len(products) == (4 + 7) * sizes.num_hidden_layers, "A of each input, B of each matrix"
+    rounded = [a for a in memory.allocations if a.operation == "aten._to_copy.default"]
+    rank = settings_of().lora.rank
+    assert not [a for a in rounded if len(a.shape) == 2 and rank in a.shape]
+
+
 @pytest.mark.parametrize(
     ("family", "checkpointing"), [("mixtral", "selective"), ("qwen2_moe", "none"), ("qwen2_moe", "full")]
 )

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 from skylite.model.packing import upload
 from skylite.run.rollout_file import examples_of
+from skylite.trainer.anomaly import parameter_anomaly
 from skylite.trainer.critic import make_critic
 from skylite.trainer.micro_batches import arrange
 from skylite.trainer.optimizer import make_optimizer
@@ -171,3 +172,13 @@ def test_returns_wait_once_for_columns_and_once_for_their_moments(
     waits, metrics = step_of("llama", algorithm, "selective")
     assert waits == ["columns", "upload", "moments", "upload"] + ["norm"] * norms + ["sums"] * 2
     assert metrics.get("critic/grad_norm", NORM) == NORM
+
+
+def test_the_check_of_all_parameters_waits_once() -> None:
+    config = settings()
+    with fake_gpu() as mode:
+        policy = fake_policy(model_config("llama"), config, "tree")
+        optimizer = make_optimizer("policy", policy.lora, 1e-4, 1.0, config.optim)
+        with known_waits(mode) as waits, NoCopies():
+            assert parameter_anomaly([optimizer]) == ""
+    assert waits == ["sums"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from skylite.model import lora_linear
 from skylite.model.activation_checkpointing import with_recompute_fn
@@ -206,3 +207,41 @@ def test_an_input_that_can_be_recomputed_is_not_kept() -> None:
     changed.add_(3)
     assert all(map(torch.equal, grads(changed), grads(torch.full((7, 8), 3.0))))
     assert made == [1], "what was changed since is not what the recipe makes"
+
+
+def test_a_call_of_the_model_rounds_all_matrices_at_once_to_the_bits_of_each_layer_alone() -> None:
+    peft, operations = branches(fused=True), list[str]()
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+    for name, param in peft.named_parameters():
+        if "lora_" not in name:
+            param.data = param.data.bfloat16()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operations.append(f"{func} {list(args[0].shape) if isinstance(args[0], Tensor) else ''}")
+            return func(*args, **(kwargs or {}))
+
+    def both() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Through the model, and through the module inside, whose layers round their own matrices."""
+        results = []
+        for module in (peft, peft.base_model.model):
+            peft.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                learnt = learn(module, x)
+            results.append({n.removeprefix("base_model.model."): t.clone() for n, t in learnt.items()})
+        return results[0], results[1]
+
+    for _ in range(2):  # matrices that have changed since count
+        at_once, alone = both()
+        assert at_once.keys() == alone.keys()
+        assert len(at_once) == 8
+        assert all(torch.equal(at_once[name], value) for name, value in alone.items())
+        with torch.no_grad():
+            for name, param in peft.named_parameters():
+                if "lora_" in name:
+                    param.mul_(1.7)
+    with Names(), torch.autocast("cpu", torch.bfloat16):
+        peft(x)
+    assert [o for o in operations if "foreach" in o] == ["aten._foreach_copy_.default "]
+    a_and_b = ("[3, 8]", "[12, 3]", "[4, 3]", "[6, 3]")
+    assert not [o for o in operations if "_to_copy" in o and o.endswith(a_and_b)]

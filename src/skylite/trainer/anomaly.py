@@ -54,9 +54,14 @@ class OptimizerSnapshot:
 def take_snapshot(optimizer: FlatAdamW) -> OptimizerSnapshot:
     """Copy the parameters and AdamW's state."""
     moments = {n: optimizer.adamw.state[p] for n, p in optimizer.params.items() if p in optimizer.adamw.state}
+    tensors = [p.detach() for p in optimizer.params.values()]
+    tensors += [v for values in moments.values() for v in values.values()]
+    copies = [torch.empty_like(t) for t in tensors]
+    torch._foreach_copy_(copies, tensors)
+    copy = iter(copies)
     return OptimizerSnapshot(
-        {n: p.detach().clone() for n, p in optimizer.params.items()},
-        {n: {k: v.clone() for k, v in values.items()} for n, values in moments.items()},
+        {n: next(copy) for n in optimizer.params},
+        {n: {k: next(copy) for k in values} for n, values in moments.items()},
     )
 
 
@@ -177,10 +182,12 @@ def reward_collapse(run: RunDir, step: int, config: AnomalyConfig) -> str:
     )
 
 
+@torch.no_grad()
 def parameter_anomaly(optimizers: Sequence[FlatAdamW]) -> str:
     """Name an optimizer whose parameters are not finite after an update; "" if there is none."""
     for optimizer in optimizers:
-        if bad := [n for n, p in optimizer.params.items() if not bool(torch.isfinite(p).all())]:
+        largest = torch.stack(torch._foreach_norm(list(optimizer.params.values()), math.inf)).tolist()
+        if bad := [n for n, x in zip(optimizer.params, largest, strict=True) if not math.isfinite(x)]:
             return f"the update left {len(bad)} of the {optimizer.name}'s matrices not finite, first {bad[0]}"
     return ""
 
