@@ -259,7 +259,7 @@ class _FusedLayers:
         adapters = {_plain_adapter(layer) for layer in self._layers}
         return adapters.pop() if len(adapters) == 1 else None
 
-    def matrices(self, adapter: str) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    def matrices(self, adapter: str) -> tuple[list[Tensor], list[Tensor]]:
         """All A and all B."""
         return (
             [layer.lora_A[adapter].weight for layer in self._layers],
