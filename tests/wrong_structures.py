@@ -97,8 +97,8 @@ def wrong_norm_gap(policy: Policy, probe: list[int]) -> float:
     policy = replace(policy, packing="padded")
     reference = fast_path_check._probe_logprobs(policy, probe)
     gaps = []
-    for gain in RMS_NORM_GAINS.values():
-        undo = fuse_norms(policy.model, gain, False)
+    for offset in RMS_NORM_GAINS.values():
+        undo = fuse_norms(policy.model, offset, False)
         assert undo is not None
         gaps.append(fast_path_check._gap(policy, probe, reference)[0])
         undo()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from skylite.model.float32_arithmetic import row_dot
+from skylite.model.packing import upload
 from skylite.types import IntArray
 
 ROW_CHUNK_ELEMENTS = 1 << 24
@@ -21,6 +23,12 @@ GPU: larger, because small chunks make the product memory-bound: each chunk read
 With a vocabulary of 151,936, 1 << 26 gives 441 rows per chunk and about 1 GiB of scratch. What it buys is not
 measured: that needs a GPU.
 """
+KERNEL_CHUNK_ELEMENTS = 1 << 27
+"""Logits of a chunk that Triton's kernels read: 256 MiB in bfloat16, without other scratch."""
+KERNEL_CHUNK_ROWS = 128
+"""Rows of such a chunk are a multiple of this, which fills the tiles of the product."""
+LATER_TOKENS = 4096
+"""Tokens for which backward holds rows of W at once."""
 BLOCK_ROWS, BLOCK_VOCAB = 512, 2048
 """Rows and vocabulary entries of one block of logits: 4 MiB, large enough for fast products, small enough to
 stay in the cache."""
@@ -104,6 +112,7 @@ def head_logprobs(
     temperature: float,
     softcap: float | None = None,
     tokens_before: IntArray | None = None,
+    kernels: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs` of the LM head's logits, without ever holding all logits [N, V].
 
@@ -124,6 +133,7 @@ def head_logprobs(
         softcap: logits become softcap * tanh(logits / softcap), as in Gemma 2.
         tokens_before: [N + 1] number of tokens that earlier rows predict (PackedTokens). None: computed from
             `rows`, which waits for the device.
+        kernels: read the logits in Triton's kernels (`_TritonHeadLogprobs`). With a softcap they do not.
 
     Returns:
         logprobs [C] and entropies [C] in nats, float32, both differentiable.
@@ -131,6 +141,11 @@ def head_logprobs(
     if tokens_before is None:
         counts = np.bincount(rows.cpu().numpy(), minlength=len(hidden))
         tokens_before = np.concatenate([[0], np.cumsum(counts)])
+    if kernels and softcap is None:
+        logprobs, entropies = _TritonHeadLogprobs.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, rows, targets, temperature, tokens_before
+        )
+        return logprobs, entropies
     logprobs, entropies = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, rows, targets, temperature, softcap, tokens_before
     )
@@ -216,6 +231,125 @@ class _HeadLogprobs(torch.autograd.Function):
                 grad.mul_(1 - (logits / ctx.softcap).square())
             grad_hidden[chunk] = grad.to(weight.dtype) @ weight
         return grad_hidden, *[None] * 7
+
+
+class _TritonHeadLogprobs(torch.autograd.Function):
+    """Reads each chunk of logits once, and overwrites it by what its product with W needs.
+
+    With p = softmax(logits / temperature) and a row's first token t, forward keeps d = (1[t] - p) W /
+    temperature [N, H] in float32; this does not cancel where a token is nearly certain. With the gradients g
+    of a row's tokens, backward is then sum(g) d + sum(g (W[token] - W[t])) / temperature; the second sum is
+    empty for a row with one token. A gradient through the entropy computes the logits again instead.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: Tensor,
+        targets: Tensor,
+        temperature: float,
+        tokens_before: IntArray,
+    ) -> tuple[Tensor, Tensor]:
+        from skylite.model import triton_kernels  # imports triton, which only GPUs need
+
+        by_row = _by_row(rows, targets, tokens_before)
+        logprobs = torch.empty(len(rows), dtype=torch.float32, device=hidden.device)
+        normalizers, entropies = logprobs.new_empty((2, len(hidden)))
+        direction = torch.empty_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
+        converted, is_first = weight.to(hidden.dtype), by_row.is_first()
+        with torch.autocast(hidden.device.type, enabled=False):  # which would choose the product's dtype
+            for chunk in _kernel_chunks(hidden, weight):
+                logits = torch.nn.functional.linear(hidden[chunk], converted, bias)
+                place = (chunk.start, by_row.first, by_row.targets, temperature)
+                triton_kernels.token_logprobs(logits, *place, logprobs, normalizers, entropies)
+                if direction is not None:
+                    triton_kernels.logits_gradient_(logits, *place, normalizers, entropies, is_first, None)
+                    direction[chunk] = _float32_product(logits, converted)
+        ctx.save_for_backward(hidden, weight, bias, normalizers, entropies, direction)
+        ctx.temperature, ctx.by_row = temperature, by_row
+        ctx.later = _later_tokens(tokens_before, hidden.device) if direction is not None else None
+        ctx.set_materialize_grads(False)
+        return torch.empty_like(logprobs).index_copy_(0, by_row.order, logprobs), entropies[rows]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, normalizers, entropies, direction = ctx.saved_tensors
+        by_row: _ByRow = ctx.by_row
+        order = by_row.order
+        grads = normalizers.new_zeros(len(order)) if grad_logprobs is None else grad_logprobs[order]
+        if grad_entropies is None:
+            grad = direction * _sum_by_row(grads, by_row.rows, len(hidden))[:, None]
+            for later in torch.split(ctx.later, LATER_TOKENS) if len(ctx.later) else ():
+                first = by_row.targets[by_row.first[by_row.rows[later]]]
+                difference = weight[by_row.targets[later]].float() - weight[first].float()
+                difference.mul_((grads[later] / ctx.temperature)[:, None])
+                grad.index_add_(0, by_row.rows[later], difference)
+            return grad.to(hidden.dtype), *[None] * 6
+        from skylite.model import triton_kernels
+
+        entropy_grads = _sum_by_row(grad_entropies[order], by_row.rows, len(hidden))
+        grad, weight = torch.empty_like(hidden), weight.to(hidden.dtype)
+        for chunk in _kernel_chunks(hidden, weight):
+            logits = torch.nn.functional.linear(hidden[chunk], weight, bias)
+            place = (chunk.start, by_row.first, by_row.targets, ctx.temperature)
+            triton_kernels.logits_gradient_(logits, *place, normalizers, entropies, grads, entropy_grads)
+            grad[chunk] = logits @ weight
+        return grad, *[None] * 6
+
+
+@dataclass(frozen=True, slots=True)
+class _ByRow:
+    """Tokens in the order of the rows that predict them."""
+
+    order: Tensor
+    """[C] their indices among all tokens."""
+    rows: Tensor
+    """[C] int64"""
+    targets: Tensor
+    """[C] int64"""
+    first: Tensor
+    """[N + 1] index of each row's first token, and the number of tokens."""
+
+    def is_first(self) -> Tensor:
+        """[C] float32: 1 for the first token of a row, else 0."""
+        result = torch.ones(len(self.rows), dtype=torch.float32, device=self.rows.device)
+        result[1:] = self.rows[1:] != self.rows[:-1]
+        return result
+
+
+def _by_row(rows: Tensor, targets: Tensor, tokens_before: IntArray) -> _ByRow:
+    order = torch.argsort(rows)
+    rows, targets = rows[order], targets[order]
+    first = torch.searchsorted(rows, torch.arange(len(tokens_before), device=rows.device))
+    return _ByRow(order, rows, targets, first)
+
+
+def _later_tokens(tokens_before: IntArray, device: torch.device) -> Tensor:
+    """Indices, in the order of the rows, of the tokens that are not the first of their row."""
+    # Counted on the host: a count on the device would be waited for.
+    is_later = np.ones(tokens_before[-1], dtype=bool)
+    is_later[tokens_before[:-1][np.diff(tokens_before) > 0]] = False
+    (later,) = upload([np.flatnonzero(is_later)], device)
+    return later
+
+
+def _kernel_chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    tiles = max(1, KERNEL_CHUNK_ELEMENTS // len(weight) // KERNEL_CHUNK_ROWS)
+    size = tiles * KERNEL_CHUNK_ROWS
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
+
+
+def _float32_product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32. A GPU multiplies bfloat16 matrices without rounding the result."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def _online_softmax(

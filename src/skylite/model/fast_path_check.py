@@ -1,6 +1,7 @@
 """Enables the shortcuts that leave a model's results unchanged. Each one is checked on a probe first.
 
-Shortcuts: the LM head in chunks, fused norms and MLPs, frozen weights in bfloat16, prefix-tree packing.
+Shortcuts: the LM head in chunks, fused norms and MLPs (on a GPU in Triton, with rotary embedding), frozen
+weights in bfloat16, prefix-tree packing.
 
 The check compares logprobs of the same tokens. It computes in float32, also for a bfloat16 policy, to judge
 the structure (masks, positions, gains) and not the rounding. The reference comes from the plain form, which
@@ -23,7 +24,8 @@ from transformers import PreTrainedModel
 from skylite.model.attention_backends import IMPLEMENTATIONS
 from skylite.model.bf16_weights import store_in_bf16
 from skylite.model.float32_arithmetic import Float32Arithmetic
-from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms
+from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms, fuse_rotary_embedding, rms_norms
+from skylite.model.kernel_check import kernel_fault
 from skylite.model.lm_head import linear_head
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, is_lora_param, score
@@ -53,7 +55,7 @@ def _enable_shortcuts(policy: Policy, probe: list[int]) -> tuple[Policy, list[st
     base: PreTrainedModel = policy.model.get_base_model()
     base.set_attn_implementation("eager")
     reference = _probe_logprobs(policy, probe)
-    lines, head = [], linear_head(base)
+    (policy, lines), head = _with_kernels(policy), linear_head(base)
     if head is not None:
         gap, reason = _gap(replace(policy, lm_head=head), probe, reference)
         policy = replace(policy, lm_head=head if gap <= TOLERANCE else None)
@@ -71,6 +73,16 @@ def _enable_shortcuts(policy: Policy, probe: list[int]) -> tuple[Policy, list[st
         base.set_attn_implementation(chosen)
         lines.append(f"attention of padded rows: {chosen}; sdpa: {reason}")
     return policy, lines
+
+
+def _with_kernels(policy: Policy) -> tuple[Policy, list[str]]:
+    """The policy with Triton's kernels, on a GPU where they compute what torch does; a log line says so."""
+    if policy.device.type != "cuda":
+        return policy, []
+    widths = {norm.weight.numel() for norm in rms_norms(policy.model)}
+    fault = kernel_fault(policy.device, policy.dtype, sorted(widths))
+    line = "used, equal to torch's operations within rounding" if fault is None else f"not used; {fault}"
+    return replace(policy, kernels=fault is None), [f"Triton kernels: {line}"]
 
 
 @contextmanager
@@ -101,11 +113,14 @@ def _replace_modules(policy: Policy, probe: list[int], reference: Tensor) -> lis
     """Fuse norms and MLPs and store frozen weights in bfloat16, if the check passes. Returns log lines."""
     # Not with full checkpointing: what recomputes a tensor holds its inputs, which backward computes anyway.
     recompute = policy.checkpointing == "selective"
+    model, kernels = policy.model, policy.kernels
     attempts = [
-        ("norms", f"fused as {gain}", partial(fuse_norms, policy.model, multiply, recompute))
-        for gain, multiply in RMS_NORM_GAINS.items()
+        ("norms", f"fused as {gain}", partial(fuse_norms, model, offset, recompute, kernels))
+        for gain, offset in RMS_NORM_GAINS.items()
     ]
-    attempts.append(("MLPs", "fused as act(gate) * up", partial(fuse_mlps, policy.model, recompute)))
+    attempts.append(("MLPs", "fused as act(gate) * up", partial(fuse_mlps, model, recompute, kernels)))
+    if kernels:
+        attempts.append(("rotary embedding", "fused", partial(fuse_rotary_embedding, model)))
     if policy.dtype == torch.float32:
         frozen = [m for n, m in policy.model.named_modules() if not is_lora_param(f"{n}.")]
         attempts.append(("frozen weights", "stored in bfloat16 without loss", partial(store_in_bf16, frozen)))

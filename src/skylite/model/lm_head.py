@@ -24,7 +24,12 @@ class LogprobHead(nn.Module):
     """Replaces a linear LM head for one pass. `result` then holds (logprobs [C], entropies [C])."""
 
     def __init__(
-        self, linear: nn.Linear, softcap: float | None, tokens: PackedTokens, temperature: float
+        self,
+        linear: nn.Linear,
+        softcap: float | None,
+        tokens: PackedTokens,
+        temperature: float,
+        kernels: bool,
     ) -> None:
         super().__init__()
         # In a list, because an attribute would register the module a second time.
@@ -32,6 +37,7 @@ class LogprobHead(nn.Module):
         self._softcap = softcap
         self._tokens = tokens
         self._temperature = temperature
+        self._kernels = kernels
         self.result: tuple[Tensor, Tensor] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -47,6 +53,7 @@ class LogprobHead(nn.Module):
             self._temperature,
             self._softcap,
             tokens.tokens_before,
+            self._kernels,
         )
         # Not a view, because FSDP puts a hook on the model's output.
         return self.result[0][None, :, None].clone()
@@ -76,11 +83,16 @@ def linear_head(base: PreTrainedModel) -> nn.Linear | None:
 
 
 def score_in_chunks(
-    model: nn.Module, base: PreTrainedModel, linear: nn.Linear, tokens: PackedTokens, temperature: float
+    model: nn.Module,
+    base: PreTrainedModel,
+    linear: nn.Linear,
+    tokens: PackedTokens,
+    temperature: float,
+    kernels: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs [C] and entropies [C] of the completion tokens, both with gradient."""
+    """Logprobs [C] and entropies [C] of the completion tokens, both with gradient. `kernels`: in Triton."""
     softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
-    head = LogprobHead(linear, softcap, tokens, temperature)
+    head = LogprobHead(linear, softcap, tokens, temperature, kernels)
     with replaced_head(base, head):
         outputs: Tensor = model(**tokens.model_inputs(), use_cache=False).logits
     assert head.result is not None, "the model did not use its output embeddings"

@@ -60,6 +60,8 @@ class Policy:
     """The LM head, if logprobs are computed in chunks of hidden states; None: the model returns logits."""
     checkpointing: Checkpointing
     device: torch.device
+    kernels: bool = False
+    """Whether Triton's kernels read the logits of `lm_head` (model/triton_kernels.py)."""
     attention: str = "sdpa"
     """Attention over a tree, a key of attention_backends.BACKENDS."""
 
@@ -141,7 +143,12 @@ def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Ten
     with policy.autocast():
         if policy.lm_head is not None:
             return score_in_chunks(
-                policy.model, policy.model.get_base_model(), policy.lm_head, tokens, temperature
+                policy.model,
+                policy.model.get_base_model(),
+                policy.lm_head,
+                tokens,
+                temperature,
+                policy.kernels,
             )
         logits = policy.model(**tokens.model_inputs(), use_cache=False).logits
     return token_logprobs(logits.flatten(0, 1), tokens.rows, tokens.targets, temperature)
