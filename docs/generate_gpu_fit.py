@@ -27,6 +27,7 @@ from skylite.errors import ConfigError
 from skylite.processes.gpus import Gpu
 from skylite.resources.gpu_memory_plan import divide_gpus, most_tokens, trainer_memory
 from skylite.resources.gpu_placement import GpuChoice
+from skylite.rollout.plan import device_defaults
 
 PAGE = Path(__file__).resolve().parent / "how-to" / "gpus.md"
 BEGIN, END = "<!-- what-fits: begin -->", "<!-- what-fits: end -->"
@@ -150,7 +151,7 @@ def fit(folder: Path, mib: int, layouts: Sequence[Layout]) -> Fit | None:
 def fit_with(folder: Path, mib: int, tree: dict[str, dict[str, Any]], layout: Layout) -> Fit | None:
     """What these settings leave; None if skylite would refuse the run."""
     lengths = {"max_prompt_tokens": PROMPT, "max_completion_tokens": COMPLETION}
-    config = TrainConfig.model_validate(tree | {"rollout": lengths})
+    config, _ = device_defaults(TrainConfig.model_validate(tree | {"rollout": lengths}), "cuda")
     sizes = read_sizes(folder)
     trainer = trainer_memory(sizes, config, "cuda", "bfloat16")
     try:

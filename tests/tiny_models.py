@@ -14,6 +14,9 @@ VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 EOS_TOKEN = "<|im_end|>"
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": 8, "query_pre_attn_scalar": 32},  # shorter than a test's sequences
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0},
+    "qwen2_sliding": {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+    "phimoe": {"sliding_window": 8, "num_local_experts": 4},
     "cohere2": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "mixtral": {"num_local_experts": 4},
@@ -70,8 +73,10 @@ def tiny_config(family: str) -> Any:
     classes = {
         "llama": transformers.LlamaConfig,
         "qwen2": transformers.Qwen2Config,
+        "qwen2_sliding": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
         "gemma": transformers.GemmaConfig,
+        "gemma2": transformers.Gemma2Config,
         "gemma3": transformers.Gemma3TextConfig,
         "mistral": transformers.MistralConfig,
         "qwen3_moe": transformers.Qwen3MoeConfig,
@@ -84,6 +89,7 @@ def tiny_config(family: str) -> Any:
         "gpt_oss": transformers.GptOssConfig,
         "llama4_text": transformers.Llama4TextConfig,
         "lfm2": transformers.Lfm2Config,
+        "phimoe": transformers.PhimoeConfig,
     }
     common = {
         "vocab_size": VOCAB_SIZE,

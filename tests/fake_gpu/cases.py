@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from skylite.adapters.target_modules import ROUTERS, matches
 from skylite.config.train import TrainConfig
 from skylite.engine.model_sizes import sizes_of
+from skylite.model import fast_path_check
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS
 from skylite.model.policy import score
 from skylite.model.tree_attention import ROW_ELEMENTS
@@ -181,6 +182,7 @@ def test_the_probes_stay_on_the_gpu(attention: str, family: str):
     """Not for mixtures of experts: the fake grouped product takes bfloat16 only, and the probe is float32."""
     with fake_gpu():
         policy = fake_policy(model_config(family), settings_of(attention), "tree", probes=True)
+        fast_path_check._train_on(policy, list(range(24)))
     assert policy.lm_head is not None
 
 

@@ -122,7 +122,6 @@ def uncompiled_flex(
     score_mod: Any,
     block_mask: Any,
     scale: float,
-    enable_gqa: bool,
     kernel_options: dict[str, Any],
     return_aux: None,
 ) -> Tensor:
@@ -130,7 +129,7 @@ def uncompiled_flex(
     index = torch.zeros(1, dtype=torch.int64, device=query.device)
     assert block_mask.mask_mod(index, index, index, index).device == query.device
     modify = score_mod or (lambda score, *_: score)
-    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert query.shape[:2] == key.shape[:2]
     out: Tensor = flex_operation(
         query, key, value, modify, block_mask.as_tuple(), scale, kernel_options | {"OUTPUT_LOGSUMEXP": True}
     )[0]

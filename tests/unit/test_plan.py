@@ -110,7 +110,18 @@ def test_a_cpu_gets_smaller_micro_batches_unless_someone_sets_them() -> None:
 def test_a_gpu_keeps_the_default_and_says_so() -> None:
     chosen, notes = device_defaults(trainer(num_threads=1), "cuda")
     assert chosen.trainer.tokens_per_micro_batch == 4096
-    assert notes == ["trainer.tokens_per_micro_batch=4096: the default on a GPU"]
+    assert chosen.trainer.attention == "flex"
+    assert notes == [
+        "trainer.tokens_per_micro_batch=4096: the default on a GPU",
+        "trainer.attention=flex: the default on a GPU",
+    ]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_attention_that_someone_set_holds(attention: str, device: Any) -> None:
+    config = trainer(num_threads=1, tokens_per_micro_batch=64, attention=attention)
+    assert device_defaults(config, device) == (config, [])
 
 
 @pytest.mark.parametrize(("quota", "ranks", "threads"), [("400000 100000", 1, 4), ("400000 100000", 3, 1)])

@@ -48,7 +48,8 @@ class TrainerConfig(Section):
     and of act(gate) * up; full: everything but the inputs of the layers."""
     attention: Literal["sdpa", "flex"] = "sdpa"
     """Attention over a micro-batch's prefix tree. sdpa: one scaled_dot_product_attention per piece of the
-    tree. flex: one FlexAttention call with a block mask (GPU only)."""
+    tree. flex: one FlexAttention call with a block mask (GPU only). Unless you set it: flex on a GPU, sdpa on
+    a CPU. Where the model or torch's compiler refuses flex, skylite uses sdpa and says so."""
     offload: bool = False
     """Keep the base model's shards and the optimizer state in CPU memory (GPU only). Use it if the model does
     not fit on the GPU."""

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from skylite.errors import ModelError
 from skylite.model.attention_backends import IMPLEMENTATIONS
 from skylite.model.bf16_weights import store_in_bf16
+from skylite.model.flex_attention import BLOCK
 from skylite.model.float32_arithmetic import Float32Arithmetic
 from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms, fuse_rotary_embedding, rms_norms
 from skylite.model.kernel_check import kernel_fault
@@ -61,12 +63,8 @@ def _enable_shortcuts(policy: Policy, probe: list[int]) -> tuple[Policy, list[st
         policy = replace(policy, lm_head=head if gap <= TOLERANCE else None)
         lines.append(f"LM head in chunks: {policy.lm_head is not None}; {reason}")
     lines += _replace_modules(policy, probe, reference)
-    tree, implementation = replace(policy, packing="tree"), IMPLEMENTATIONS[policy.attention]
-    gap, reason = float("inf"), "recurrent layers carry a state from token to token, also across branches"
-    if not _is_recurrent(base):
-        gap, reason = _gap(tree, probe, reference, implementation)
-    policy = tree if gap <= TOLERANCE else policy
-    lines.append(f"packing: {policy.packing}; {reason}; tree attention: {policy.attention}")
+    policy, of_packing = _pack_as_tree(policy, probe, reference)
+    lines += of_packing
     if policy.packing == "padded":
         gap, reason = _gap(policy, probe, reference, "sdpa")
         chosen = "sdpa" if gap <= TOLERANCE else "eager"
@@ -83,6 +81,22 @@ def _with_kernels(policy: Policy) -> tuple[Policy, list[str]]:
     fault = kernel_fault(policy.device, policy.dtype, sorted(widths))
     line = "used, equal to torch's operations within rounding" if fault is None else f"not used; {fault}"
     return replace(policy, kernels=fault is None), [f"Triton kernels: {line}"]
+
+
+def _pack_as_tree(policy: Policy, probe: list[int], reference: Tensor) -> tuple[Policy, list[str]]:
+    """Use the policy's attention over a tree, else sdpa's, whichever passes the check first. Else no tree."""
+    if _is_recurrent(policy.model.get_base_model()):
+        reason = "recurrent layers carry a state from token to token, also across branches"
+        return policy, [f"packing: {policy.packing}; {reason}"]
+    lines: list[str] = []
+    for attention in dict.fromkeys([policy.attention, "sdpa"]):
+        tree = replace(policy, packing="tree", attention=attention)
+        gap, reason = _gap(tree, probe, reference, IMPLEMENTATIONS[attention])
+        if gap <= TOLERANCE:
+            return tree, [*lines, f"packing: tree; {reason}; tree attention: {attention}"]
+        lines.append(f"tree attention: not {attention}; {reason}")
+    lines[-1] = f"packing: {policy.packing}; {reason}; tree attention: none"
+    return policy, lines
 
 
 @contextmanager
@@ -153,9 +167,11 @@ def _gap(
         if attention is not None:
             policy.model.get_base_model().set_attn_implementation(attention)
         gap = float((_probe_logprobs(policy, probe) - reference).abs().mean())
+        if policy.packing == "tree" and policy.attention == "flex" and policy.device.type == "cuda":
+            _train_on(policy, probe)  # kernels of other types, with gradients: they are compiled now, too
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+    except (TypeError, ValueError, KeyError, RuntimeError, ModelError) as error:
         line = str(error).strip().partition("\n")[0]  # a compiler's error also holds its graph and stack
         return float("inf"), f"the model does not support it: {line}"
     return gap, f"mean logprob difference to the plain form {gap:.1e}"
@@ -173,3 +189,11 @@ def _probe_logprobs(policy: Policy, probe: list[int]) -> Tensor:
     tokens = pack_tokens(examples, policy.packing, policy.device)
     with Float32Arithmetic() if policy.dtype == torch.bfloat16 else nullcontext():
         return score(replace(policy, dtype=torch.float32), tokens, temperature=1.0)[0]
+
+
+def _train_on(policy: Policy, probe: list[int]) -> None:
+    """A training pass as the run will make it, over a tree of several blocks of nodes. Its result is lost."""
+    prompt = (probe * BLOCK)[:BLOCK]
+    examples = [completion_example(prompt, [p, *prompt], trajectory=i) for i, p in enumerate(probe[:2])]
+    logprobs, _ = score(policy, pack_tokens(examples, policy.packing, policy.device), temperature=1.0)
+    torch.autograd.grad(logprobs.sum(), list(policy.lora.values()), allow_unused=True)

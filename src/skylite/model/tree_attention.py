@@ -203,12 +203,12 @@ def _split_rows(
 ) -> Iterator[tuple[Tensor, ...]]:
     """For each piece, its rows of the tensors [1, H, T, D], with query heads grouped by key head."""
     return zip(
-        *(torch.split(_group_by_key_head(x, num_key_heads), layout.sizes, dim=2) for x in tensors),
+        *(torch.split(group_by_key_head(x, num_key_heads), layout.sizes, dim=2) for x in tensors),
         strict=True,
     )
 
 
-def _group_by_key_head(x: Tensor, num_key_heads: int) -> Tensor:
+def group_by_key_head(x: Tensor, num_key_heads: int) -> Tensor:
     """View [1, H, T, D] as [H / K, K, T, D]: query heads that share a key head form a batch."""
     return x[0].view(num_key_heads, -1, *x.shape[2:]).transpose(0, 1)
 

@@ -275,13 +275,16 @@ def epochs_to_steps(config: TrainConfig, num_prompts: int) -> tuple[TrainConfig,
 
 def device_defaults(config: TrainConfig, device: Device) -> tuple[TrainConfig, list[str]]:
     """Values for the device where nobody set one, with a note on each."""
-    trainer, update, notes = config.trainer, {}, []
+    trainer, update, notes = config.trainer, dict[str, Any](), list[str]()
     if "tokens_per_micro_batch" not in trainer.model_fields_set:
         tokens, reason = trainer.tokens_per_micro_batch, "the default on a GPU"
         if device == "cpu":
             tokens, reason = CPU_MICRO_BATCH_TOKENS, "larger ones are slower on a CPU and need more memory"
         update["tokens_per_micro_batch"] = tokens
         notes.append(f"trainer.tokens_per_micro_batch={tokens}: {reason}")
+    if device == "cuda" and "attention" not in trainer.model_fields_set:
+        update["attention"] = "flex"
+        notes.append("trainer.attention=flex: the default on a GPU")
     if trainer.num_threads is None:
         threads = threads_per_rank(trainer.num_ranks)
         notes.append(
