@@ -69,3 +69,14 @@ def test_every_completion_of_a_prompt_is_equal_and_cheaper(tmp_path: Path, tiny_
     assert result["equal"]
     costs = result["us_per_token"]
     assert costs["batched"]["api"] < costs["plain"]["api"] / 3
+
+
+def test_the_gpu_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "sampling.json"
+    command = [sys.executable, "benchmarks/gpu_sampling.py", "--dry-run", "--rounds", "1", "--out", str(out)]
+    subprocess.run([*command, "--until", "400"], cwd=ROOT, check=True)
+    kinds = json.loads(out.read_bytes())["kinds"]
+    assert {(len(rows), rows[0]["tokens"]) for rows in kinds.values()} == {(1, 4 * 2 * 24)}
+    logprobs = ("+ logprobs", "+ logprobs in batches", "")
+    assert [*kinds] == [f"{model} {words}".strip() for model in ("LoRA", "base") for words in logprobs]
+    assert not any("wrong_form" in row for rows in kinds.values() for row in rows)
