@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -31,3 +33,32 @@ def test_operations_of_a_step_are_counted_by_the_line_that_calls_them(host_time:
     assert sum(counts) == row["operations"] == 2 * row["operations_per_layer"]
     (lora,) = (place for place in row["by_place"] if "addmm_ lora_linear.py" in place and "forward" in place)
     assert lora.startswith("14 "), "seven adapted matrices in each of two layers"
+
+
+def test_a_gpus_kernels_waits_and_gaps_come_from_the_profilers_events(
+    host_time: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def event(device: str, start: float, end: float, name: str) -> Any:
+        return SimpleNamespace(
+            device_type=f"DeviceType.{device}", time_range=SimpleNamespace(start=start, end=end), name=name
+        )
+
+    events = [
+        event("CPU", 0, 4, "aten::mm"),
+        event("CPU", 1, 3, "cudaLaunchKernel"),
+        event("CPU", 50, 90, "Optimizer.step"),
+        event("CPU", 200, 260, "cudaStreamSynchronize"),
+        event("CPU", 199, 261, "aten::_local_scalar_dense"),
+        event("CUDA", 10, 30, "gemm"),
+        event("CUDA", 60, 100, "adam"),
+        event("CUDA", 55, 105, "Optimizer.step"),
+    ]
+    profiler = MagicMock()
+    profiler.return_value.__enter__.return_value.events.return_value = events
+    monkeypatch.setattr("torch.profiler.profile", profiler)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    row = host_time.on_the_gpu(lambda: None, top=3)
+    assert (row["operations"], row["kernels"], row["items"]) == (2, 2, 1)
+    assert (row["waits"], row["waited_ms"]) == ({"cudaStreamSynchronize": 1}, 0.06)
+    assert (row["busy_ms"], row["idle_ms"]) == (0.06, 0.03), "an annotation is not a kernel"
+    assert row["by_kernel"] == ["0.04 ms 1 adam", "0.02 ms 1 gemm"]

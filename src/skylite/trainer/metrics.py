@@ -65,14 +65,15 @@ def step_metrics(
         for count in (sums.num_tokens, sums.num_nodes)
     ]
     own = torch.stack([*counts, *(sums.sums[n] for n in names)])
-    reduced = dist.all_reduce_sum_(own).tolist()
-    total = dict(zip(["tokens/computed", "tokens/unique", *names], reduced, strict=True))
+    reduced, worst = dist.all_reduce_sum_(own), _worst_of_ranks(sums, dist)
+    values = torch.cat([reduced, worst.flatten()]).tolist()  # together, because a fetch waits for the device
+    total = dict(zip(["tokens/computed", "tokens/unique", *names], values[: len(own)], strict=True))
     num_computed = max(1.0, total.pop("tokens/computed"))
     num_updates = algorithm.updates_per_step
     means = {n: value / (num_updates if n in algorithm.means else num_computed) for n, value in total.items()}
     metrics = means | _critic_metrics(means, sums)
     if algorithm.is_sampled:
-        metrics |= _importance_metrics(means) | _worst_mismatch(sums, dist) | _group_metrics(table)
+        metrics |= _importance_metrics(means) | _worst_mismatch(values[len(own) :]) | _group_metrics(table)
         if "policy/entropy" in total:
             metrics["policy/entropy"] = _mean_entropy(table, total["policy/entropy"])
     for name in INTERMEDIATE & metrics.keys():
@@ -130,9 +131,14 @@ def _critic_metrics(means: dict[str, float], sums: MetricSums) -> dict[str, floa
     }
 
 
-def _worst_mismatch(sums: MetricSums, dist: Dist) -> dict[str, float]:
-    own = _no_mismatch(dist.device) if sums.worst is None else sums.worst
-    gap, token, rollout, policy = max(dist.all_gather(own).view(-1, 4).tolist())
+def _worst_of_ranks(sums: MetricSums, dist: Dist) -> Tensor:
+    """[ranks, 4] as `MetricSums.worst`."""
+    return dist.all_gather(_no_mismatch(dist.device) if sums.worst is None else sums.worst).view(-1, 4)
+
+
+def _worst_mismatch(of_ranks: list[float]) -> dict[str, float]:
+    """The metrics of the largest mismatch, from four numbers of each rank."""
+    gap, token, rollout, policy = max(of_ranks[i : i + 4] for i in range(0, len(of_ranks), 4))
     return {
         "mismatch/logprob_diff_max": max(0.0, gap),
         "mismatch/worst_token_id": token,

@@ -43,7 +43,8 @@ def adapter_tensors(policy: Policy) -> dict[str, Tensor]:
 
 def b_norm(policy: Policy) -> float:
     """Frobenius norm of all B matrices. It starts at 0, so it measures how far the policy has moved."""
-    return float(torch.stack([p.detach().norm() for n, p in policy.lora.items() if is_b_matrix(n)]).norm())
+    matrices = [p.detach() for n, p in policy.lora.items() if is_b_matrix(n)]
+    return float(torch.stack(torch._foreach_norm(matrices)).norm())
 
 
 def write_adapter(policy: Policy, run_config: RunConfig, version: int, canary: Canary) -> AdapterVersion:
