@@ -98,7 +98,7 @@ def launches() -> dict[str, tuple[str, int, dict[str, Any]]]:
         rotary: dict[str, Any] = dict.fromkeys(("Q", "K", "COS", "SIN", "RQ", "RK"), BF16)
         rotary |= dict.fromkeys(("num_tokens", "length", "q_programs", "q_heads", "k_heads"), INT)
         rotary |= {f"{x}_{y}_stride": STRIDE for x in "qk" for y in ("batch", "head", "token")}
-        rotary |= {"half": STRIDE, "angle_batch_stride": INT, "angle_stride": STRIDE}
+        rotary |= {"half": STRIDE, "angle_batch_stride": STRIDE, "angle_stride": STRIDE}
         rotary |= {"TRANSPOSED": True, "ROWS": kernels.TILE // 2 // half, "BLOCK": half}
         made[f"rotary {half}"] = "_rotate", 4, rotary
     tile = {"LANES": kernels.LOGITS_LANES, "STEPS": kernels.LOGITS_STEPS}
@@ -124,3 +124,4 @@ def test_the_kernels_compile_for_hopper_without_spills(
         assert made.registers <= 128, name
         assert made.shared <= 1024, name
         assert any(".v4.b32" in load for load in made.loads), name
+        assert "rotary" not in name or made.loads == {"ld.global.v4.b32"}, name

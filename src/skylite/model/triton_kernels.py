@@ -318,7 +318,7 @@ def _rotate_heads(
     tl.store(Y + y + half, rotated_second.to(Y.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "length", "q_programs", "angle_batch_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "length", "q_programs"])
 def _rotate(
     Q, K, COS, SIN, RQ, RK, num_tokens, length, q_programs, q_heads, k_heads, half,
     q_batch_stride, q_head_stride, q_token_stride, k_batch_stride, k_head_stride, k_token_stride,
