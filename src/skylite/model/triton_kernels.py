@@ -118,7 +118,7 @@ def normalize(x: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
     y, width = torch.empty_like(x), x.shape[-1]
     num_rows, rows, block, warps = _rows_of(x.numel() // width, width)
     _normalize[(triton.cdiv(num_rows, rows),)](
-        x, weight, y, num_rows, width, eps, offset, ROWS=rows, BLOCK=block, num_warps=warps
+        x, weight, y, num_rows, width, eps, float(offset), ROWS=rows, BLOCK=block, num_warps=warps
     )
     return y
 
@@ -129,7 +129,7 @@ def normalize_backward(grad: Tensor, x: Tensor, weight: Tensor, offset: float, e
     grad_x, width = torch.empty_like(x), x.shape[-1]
     num_rows, rows, block, warps = _rows_of(x.numel() // width, width)
     _normalize_backward[(triton.cdiv(num_rows, rows),)](
-        grad, x, weight, grad_x, num_rows, width, eps, offset, ROWS=rows, BLOCK=block, num_warps=warps
+        grad, x, weight, grad_x, num_rows, width, eps, float(offset), ROWS=rows, BLOCK=block, num_warps=warps
     )
     return grad_x
 
