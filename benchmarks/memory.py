@@ -102,7 +102,7 @@ def compare_pass(model: Path, dtype: str, tokens: int, checkpointing: str) -> di
     done = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
     measured = json.loads(done.stdout.splitlines()[-1])
     config = settings(tokens, checkpointing)
-    sizes = model_sizes(model, config.lora)
+    sizes = model_sizes(model, config.lora, config.critic_lora)
     trainer = gpu_memory_plan.trainer_memory(sizes, config, "cpu", dtype)
     names = {"what": "pass", "dtype": dtype, "checkpointing": checkpointing, "tokens": measured["tokens"]}
     return names | {
@@ -116,7 +116,7 @@ def compare_run(folder: Path) -> dict[str, Any]:
     run = RunDir(folder)
     run_config = RunConfig.model_validate_json(run.config_path.read_text(encoding="utf-8"))
     config, dtype = run_config.config, run_config.resolved.placement.dtype
-    sizes = model_sizes(run_config.resolved.model.path, config.lora)
+    sizes = model_sizes(run_config.resolved.model.path, config.lora, config.critic_lora)
     trainer = gpu_memory_plan.trainer_memory(sizes, config, "cpu", dtype)
     tokens, last = config.trainer.tokens_per_micro_batch, read_metrics(run.metrics_path)[-1]
     assert isinstance(tokens, int)
@@ -172,7 +172,7 @@ def compare_engine(model: Path, dtype: str) -> dict[str, Any]:
     import psutil
 
     config = settings(512, "selective")
-    sizes = model_sizes(model, config.lora)
+    sizes = model_sizes(model, config.lora, config.critic_lora)
     variant = lora_sampling.Variant("engine", cpu_lora="merged" if dtype == "float32" else "dense")
     engine = engine_memory(sizes, config, "cpu", dtype, max_loras=2, cpu_lora=variant.cpu_lora)
     args = argparse.Namespace(model=model, dtype=dtype, rank=32)

@@ -33,6 +33,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "Megatron's names": {"target_modules": ["linear_qkv", "*.layers.0.*.linear_fc1"]},
     "embeddings": {"target_modules": ["embed_tokens", *ATTENTION], "rank_pattern": {"embed_tokens": 2}},
     "dropout": {"dropout": 0.3},
+    "xavier": {"init": "xavier"},
     "gaussian": {"init": "gaussian"},
     "orthogonal": {"init": "orthogonal"},
 }

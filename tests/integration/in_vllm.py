@@ -143,6 +143,24 @@ def starts(total: int, free: int, share: float) -> bool:
     return True
 
 
+def adapter_deltas(folder: str, file: str) -> list[str]:
+    """Load an adapter with vLLM's own loader; write what it adds to each weight. The names of the modules."""
+    from safetensors.torch import save_file
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    helper = PEFTHelper.from_local_dir(folder, None)
+    assert not helper._validate_features()
+    expected = {"embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    loaded = LoRAModel.from_local_checkpoint(folder, expected, helper, lora_model_id=1, device="cpu")
+    deltas = {}
+    for name, layer in loaded.loras.items():
+        product = layer.optimize().lora_b @ layer.lora_a
+        deltas[name] = (product.T if name.endswith("embed_tokens") else product).contiguous()
+    save_file(deltas, file)
+    return sorted(deltas)
+
+
 def servable_models() -> dict[str, Any]:
     """The table of vllm_models.py, which imports every text model."""
     from tests.integration.vllm_models import describe

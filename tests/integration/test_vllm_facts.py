@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
@@ -20,6 +22,7 @@ from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.engine.vllm.memory import engine_memory, served_rank, slots_per_rank
 from skylite.engine.vllm.models import TABLE
 from skylite.run.run_dir import AdapterVersion
+from tests.adapter_forms import difference, publish
 from tests.integration.in_vllm import (
     HEAD_SIZE,
     HEADS,
@@ -100,6 +103,10 @@ LAYER = {
 }
 
 
+VLLM_FORMS = ("plain", "rslora", "ranks and alphas", "one layer, by wildcard", "embeddings")
+DELTAS = "deltas.safetensors"
+
+
 def flags(command: list[str]) -> list[str]:
     """The command without `python -m MODULE`."""
     assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
@@ -126,7 +133,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def answers(models: dict[str, Path]) -> dict[str, Any]:
+def adapters(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Published adapters with the trainer's logprobs, by form."""
+    root = tmp_path_factory.mktemp("adapters")
+    return {form: publish(form, tiny_llama, root / str(k)) for k, form in enumerate(VLLM_FORMS)}
+
+
+@pytest.fixture(scope="module")
+def answers(models: dict[str, Path], adapters: dict[str, Any]) -> dict[str, Any]:
     """What vLLM says, by question."""
     questions: dict[str, list[Any]] = {
         name: ["slot_bytes", str(models[family]), MAX_LORAS, served_rank(rank), modules]
@@ -136,6 +150,7 @@ def answers(models: dict[str, Path]) -> dict[str, Any]:
     questions |= {f"starts {k}": ["starts", *free] for k, free in enumerate(FREE)}
     questions |= {f"{gpus} GPUs": ["divided_layers", gpus] for gpus in GPUS}
     questions["models"] = ["servable_models"]
+    questions |= {f: ["adapter_deltas", str(a), str(a / DELTAS)] for f, (a, _) in adapters.items()}
     command = [sys.executable, "-m", "tests.integration.in_vllm"]
     done = subprocess.run(
         command, input=json.dumps(list(questions.values())), capture_output=True, text=True, check=False
@@ -153,6 +168,20 @@ def test_vllm_allocates_the_predicted_bytes_for_lora(
     config, sizes = TrainConfig(lora=lora), model_sizes(models[family], lora)
     predicted = engine_memory(sizes, config, "cpu", "bfloat16", max_loras=MAX_LORAS, cpu_lora="dense")
     assert answers[name] == predicted.lora_slots
+
+
+@pytest.mark.parametrize("form", VLLM_FORMS)
+def test_vllm_loads_an_adapter_as_the_trainer_computes_it(
+    form: str, answers: dict[str, Any], adapters: dict[str, Any], tiny_llama: Path
+) -> None:
+    folder, logprobs = adapters[form]
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    assert difference(logprobs, model) > 0.01, "the adapter changes the model"
+    deltas = load_file(folder / DELTAS)
+    assert answers[form] == sorted(deltas)
+    for path, delta in deltas.items():
+        model.get_submodule(path).weight.data += delta
+    assert difference(logprobs, model) < 1e-5
 
 
 @pytest.mark.parametrize("gpus", GPUS)

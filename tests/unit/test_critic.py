@@ -74,16 +74,22 @@ def plain_values(model: Any, weight: torch.Tensor, bias: torch.Tensor, sample: A
     return (hidden @ weight + bias)[len(sample.prompt_token_ids) - 1 : -1]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "targets"), [*((family, None) for family in FAMILIES), ("llama", ["v_proj", "down_proj"])]
+)
 def test_policy_and_critic_have_the_gradients_of_two_plain_models(
-    family: str, tmp_path: Path, dist: Dist
+    family: str, targets: list[str] | None, tmp_path: Path, dist: Dist
 ) -> None:
     model = make_tiny_model(tmp_path / "model", family)
     config = ppo_settings()
+    if targets is not None:
+        lora = config.lora.model_copy(update={"target_modules": ["q_proj", "v_proj", "gate_proj"]})
+        critic_config = config.critic.model_copy(update={"target_modules": targets})
+        config = config.model_copy(update={"lora": lora, "critic": critic_config})
     policy, optimizer, critic = parts(model, config, dist)
     start = {n: p.detach().clone() for n, p in critic.optimizer.params.items()}
     own = plain(model, policy.lora, "default", 4, 8, policy.target_modules)
-    value_model = plain(model, critic.optimizer.params, "critic", 3, 6, policy.target_modules)
+    value_model = plain(model, critic.optimizer.params, "critic", 3, 6, targets or policy.target_modules)
     metrics = train_rows(policy, optimizer, SAMPLES, 1, config, dist, critic)
 
     weight, bias = (start[f"value_head.{n}"].requires_grad_() for n in ("weight", "bias"))

@@ -6,10 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from skylite.adapters.target_modules import matches, predict_modules, predict_target_modules, short_names
+from skylite.adapters.target_modules import (
+    check_target_names,
+    matches,
+    predict_modules,
+    predict_target_modules,
+    short_names,
+)
 from skylite.config.lora import LoraConfig
 from skylite.engine.model_sizes import model_sizes
+from skylite.errors import ModelError
 from skylite.model.policy import adapted_modules
 from tests.tiny_models import FAMILIES, OTHER_FAMILIES, make_tiny_model
 
@@ -81,3 +89,25 @@ def test_megatron_names_and_wildcards_select_as_they_do_there() -> None:
     assert selected("linear_fc1_gate") == {f"{layer}.mlp.gate_proj" for layer in layers}
     assert selected("*.layers.1.*") == {path for path in paths if path.startswith("model.layers.1.")}
     assert selected("*.linear_q_up_proj", "*.decoder.*") == set()
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ({"target_modules": ["q_proj", "k_prj"]}, r"'k_prj', which matches no module.*mean 'k_proj'"),
+        ({"target_modules": ["*.layers.9.*"]}, r"\*\.layers\.9\.\*.*matches no module"),
+        ({"rank_pattern": {"q_prj": 4}}, r"rank_pattern names 'q_prj'.*mean 'q_proj'"),
+        ({"target_modules": ["q_proj"], "alpha_pattern": {"v_proj": 4}}, "alpha_pattern names 'v_proj'"),
+        ({"target_modules": ["q_proj"], "rank_pattern": {"(q+)+x": 4}}, "rank_pattern names"),
+    ],
+)
+def test_a_name_that_matches_nothing_is_refused(lora: dict[str, Any], words: str, tiny_llama: Path) -> None:
+    with pytest.raises(ModelError, match=f"(?s){words}"):
+        check_target_names(tiny_llama, LoraConfig.model_validate(lora))
+
+
+def test_an_odd_rank_cannot_start_orthogonal() -> None:
+    LoraConfig(rank=4, init="orthogonal")
+    for lora in ({"rank": 3}, {"rank_pattern": {"q_proj": 5}}):
+        with pytest.raises(ValidationError, match="even ranks"):
+            LoraConfig.model_validate(lora | {"init": "orthogonal"})

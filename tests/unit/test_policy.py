@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from skylite.config.lora import INITS
 from skylite.errors import ModelError
 from skylite.model.attention_backends import IMPLEMENTATIONS
 from skylite.model.fast_path_check import enable_shortcuts
@@ -185,6 +186,24 @@ def test_target_modules_are_chosen(tiny_llama: Path, dist: Dist):
     ) == [f"model.layers.1.self_attn.{n}_proj" for n in "koqv"]
     with pytest.raises(ModelError, match="down_proj, gate_proj, k_proj"):
         targets(target_modules=["query"])
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_every_initialisation_starts_at_the_base_with_its_own_spread(
+    init: str, tiny_llama: Path, dist: Dist
+) -> None:
+    config = settings(lora={"init": init, "rank": 8})
+    policy = load_policy(resolved(tiny_llama, tiny_llama), config, dist)
+    (a,) = [p for n, p in policy.lora.items() if "layers.0.mlp.down_proj.lora_A" in n]
+    (b,) = [p for n, p in policy.lora.items() if "layers.0.mlp.down_proj.lora_B" in n]
+    assert (b @ a).abs().max() < 1e-5
+    std = {  # of A [8, 128]: uniform in +-1 / sqrt(128); normal; 1 / rank; random combinations / 10
+        "default": (1 / 128 / 3) ** 0.5,
+        "xavier": (2 / (8 + 128)) ** 0.5,
+        "gaussian": 1 / 8,
+        "orthogonal": (0.5 / 100) ** 0.5,
+    }
+    assert float(a.detach().std()) == pytest.approx(std[init], rel=0.15)
 
 
 def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path, tiny_llama: Path, dist: Dist):

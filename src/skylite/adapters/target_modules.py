@@ -125,8 +125,9 @@ def predict_modules(model_path: Path, config: LoraConfig) -> tuple[set[str], set
     return modules, {name for name in chosen if not matches(name, config.exclude_modules)}
 
 
-def check_target_names(model_path: Path, config: LoraConfig) -> list[Note]:
-    """Raise ModelError for a name in lora.target_modules that matches nothing: PEFT would ignore it.
+def check_target_names(model_path: Path, config: LoraConfig, section: str = "lora") -> list[Note]:
+    """Raise ModelError for a name in target_modules of that section of settings that matches nothing: PEFT
+    would ignore it.
 
     Returns a warning for each such name in lora.exclude_modules.
     """
@@ -138,14 +139,14 @@ def check_target_names(model_path: Path, config: LoraConfig) -> list[Note]:
         if not any(matches(name, [target]) for name in (*matrices, *LM_HEADS)):
             close = difflib.get_close_matches(target, names, n=1)
             raise ModelError(
-                f"lora.target_modules names {target!r}, which matches no module of {model_path.name} that "
-                "can have LoRA.",
+                f"{section}.target_modules names {target!r}, which matches no module of {model_path.name} "
+                "that can have LoRA.",
                 f"{f'Did you mean {close[0]!r}? ' if close else ''}Its modules are {', '.join(names)}.",
             )
     modules, chosen = predict_modules(model_path, config)
     if not chosen:
         raise ModelError(
-            f"lora.target_modules={config.target_modules!r} without "
+            f"{section}.target_modules={config.target_modules!r} without "
             f"lora.exclude_modules={config.exclude_modules!r} leaves no module of {model_path.name}.",
             f"Use names of its modules: {', '.join(names)}.",
         )

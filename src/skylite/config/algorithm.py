@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from skylite.config.base_section import Section
+from skylite.config.lora import check_modules
 from skylite.user_functions import is_program
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline", "maxrl", "opo", "gae"]
@@ -244,9 +245,17 @@ class CriticConfig(Section):
     """LoRA rank of the critic's adapter."""
     alpha: float = Field(32.0, gt=0)
     """LoRA alpha of the critic's adapter; scales its update as lora.alpha does."""
+    target_modules: Literal["all-linear"] | list[str] | None = None
+    """Modules that get the critic's LoRA, named as in lora.target_modules. none: the policy's."""
     lr: float = Field(1e-4, gt=0)
     """Learning rate of adapter and head. It follows optim.schedule and optim.warmup_steps."""
     clip: float = Field(0.5, gt=0)
     """PPO value clipping: the value loss stops rewarding a value that moves farther from its old one."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients with a larger norm are scaled down to it."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def check_target_modules(cls, modules: str | list[str] | None) -> str | list[str] | None:
+        check_modules(modules)
+        return modules

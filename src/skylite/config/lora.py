@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator
 
 from skylite.config.base_section import UPDATE, WHAT, Flag, Section
 from skylite.config.check_regex import check_regex
 
+INITS = ("default", "xavier", "gaussian", "orthogonal")
 WILDCARD = "*"
 """A pattern that begins with it has wildcards: no regex begins so."""
+
+
+def check_modules(modules: str | list[str] | None) -> None:
+    """Raise ValueError for a regex that cannot be used."""
+    for pattern in modules if isinstance(modules, list) else []:
+        if not pattern.startswith(WILDCARD):
+            check_regex(pattern)
 
 
 class LoraConfig(Section):
@@ -45,8 +53,8 @@ class LoraConfig(Section):
     """Warm start: folder with adapter_model.safetensors and adapter_config.json, which become version 0.
     none: start from the base model."""
     init: str = "default"
-    """Initialisation of the adapter: default (Kaiming A, zero B), gaussian or orthogonal. All three leave the
-    base weights unchanged."""
+    """Initialisation of the adapter: default (Kaiming A, zero B), xavier (as Megatron: normal A, zero B),
+    gaussian (A with deviation 1 / rank) or orthogonal. All leave the base weights unchanged."""
     use_dora: bool = False
     """Must stay false: engines do not serve DoRA."""
     bias: str = "none"
@@ -63,9 +71,7 @@ class LoraConfig(Section):
     @field_validator("target_modules", "exclude_modules")
     @classmethod
     def check_modules(cls, modules: str | list[str]) -> str | list[str]:
-        for pattern in modules if isinstance(modules, list) else []:
-            if not pattern.startswith(WILDCARD):
-                check_regex(pattern)
+        check_modules(modules)
         return modules
 
     @field_validator("rank_pattern", "alpha_pattern")
@@ -105,10 +111,13 @@ class LoraConfig(Section):
 
     @field_validator("init")
     @classmethod
-    def check_init(cls, init: str) -> str:
-        if init not in ("default", "gaussian", "orthogonal"):
+    def check_init(cls, init: str, info: ValidationInfo) -> str:
+        if init not in INITS:
             raise ValueError(
                 f'"{init}" is refused: PiSSA, OLoRA, CorDA, LoftQ and EVA change or expect changed base '
-                "weights, which the engine does not have; use default, gaussian or orthogonal."
+                f"weights, which the engine does not have; use {', '.join(INITS)}."
             )
+        ranks = [info.data.get("rank", 2), *info.data.get("rank_pattern", {}).values()]
+        if init == "orthogonal" and (odd := [rank for rank in ranks if rank % 2]):
+            raise ValueError(f'"orthogonal" needs even ranks, and one is {odd[0]}; use default.')
         return init

@@ -288,9 +288,19 @@ class TrainConfig(Section):
         return self.source.max_sequence_tokens
 
     @property
-    def critic_rank(self) -> int:
-        """LoRA rank of the critic; 0: the algorithm has none."""
-        return self.critic.rank if self.algorithm.uses_critic else 0
+    def critic_lora(self) -> LoraConfig | None:
+        """The adapter of the critic; None: the algorithm has none."""
+        critic, lora = self.critic, self.lora
+        if not self.algorithm.uses_critic:
+            return None
+        targets = lora.target_modules if critic.target_modules is None else critic.target_modules
+        return LoraConfig(
+            rank=critic.rank,
+            alpha=critic.alpha,
+            use_rslora=lora.use_rslora,
+            target_modules=targets,
+            exclude_modules=lora.exclude_modules,
+        )
 
     @property
     def needs_ref_adapter(self) -> bool:

@@ -58,6 +58,8 @@ class ModelSizes:
     """Parameters of the run's adapter."""
     lora_per_rank: int
     """The same of rank 1."""
+    critic_lora: int = 0
+    """Parameters of the critic's adapter."""
     kept: int
     """Elements per token that a forward pass keeps over all layers, if norms and activations are recomputed
     (trainer.checkpointing=selective)."""
@@ -112,12 +114,13 @@ class Kept(NamedTuple):
     float32: int
 
 
-def model_sizes(model_path: Path, lora: LoraConfig) -> ModelSizes:
+def model_sizes(model_path: Path, lora: LoraConfig, critic: LoraConfig | None = None) -> ModelSizes:
     """The sizes of a model folder. Raises ModelError for a damaged file."""
     config = parse_json(read_text(model_path / "config.json"))
     adapted = predict_modules(model_path, lora)[1]
     ranks = {path: pattern_value(lora.rank_pattern, path, lora.rank) for path in adapted}
-    return sizes_of(tensor_shapes(model_path), config, ranks)
+    sizes = sizes_of(tensor_shapes(model_path), config, ranks)
+    return sizes if critic is None else replace(sizes, critic_lora=model_sizes(model_path, critic).lora)
 
 
 def sizes_of(shapes: Shapes, config: Mapping[str, Any], ranks: Mapping[str, int]) -> ModelSizes:

@@ -278,6 +278,8 @@ def lora_dropout(policy: Policy, active: bool) -> Iterator[None]:
 
 def _add_adapters(base: PreTrainedModel, config: TrainConfig, modules: list[str]) -> PeftModel:
     """The model with the POLICY adapter, and with REF and CRITIC if the algorithm needs them."""
+    critic = config.critic_lora
+    critic_modules = adapted_modules(base, critic) if critic is not None else []
     try:
         model = get_peft_model(base, _peft_config(config.lora, modules), adapter_name=POLICY)
     except ValueError as error:
@@ -287,10 +289,12 @@ def _add_adapters(base: PreTrainedModel, config: TrainConfig, modules: list[str]
         ) from error
     if config.needs_ref_adapter:
         model.add_adapter(REF, _peft_config(config.lora.model_copy(update={"dropout": 0.0}), modules))
-    if config.critic_rank:
-        critic = config.critic
-        lora = LoraConfig(rank=critic.rank, alpha=critic.alpha, use_rslora=config.lora.use_rslora)
-        model.add_adapter(CRITIC, _peft_config(lora, modules))
+    if critic is not None:
+        model.add_adapter(CRITIC, _peft_config(critic, critic_modules))
+    if config.lora.init == "xavier":
+        for name, param in adapter_params(model, POLICY).items():
+            if "lora_A" in name:
+                nn.init.xavier_normal_(param.data)
     _activate(model, POLICY)
     fuse_lora_layers(model)
     return model
@@ -306,5 +310,5 @@ def _peft_config(lora: LoraConfig, modules: list[str]) -> PeftLoraConfig:
         use_rslora=lora.use_rslora,
         rank_pattern=lora.rank_pattern,
         alpha_pattern=lora.alpha_pattern,
-        init_lora_weights=True if lora.init == "default" else lora.init,
+        init_lora_weights=True if lora.init in ("default", "xavier") else lora.init,
     )

@@ -129,7 +129,7 @@ def plan_memory(
     if config.engine.num_engines:
         check_divisible(model_path, config.engine.tensor_parallel)
         engine = launcher.memory(config, model_path, device, dtype, cpu_lora)
-    sizes = model_sizes(model_path, config.lora)
+    sizes = model_sizes(model_path, config.lora, config.critic_lora)
     if device == "cpu":
         trainer = trainer_memory(sizes, config, "cpu", dtype)
         return MemoryPlan(), [cpu_note(config, trainer, engine, available_memory())]
@@ -140,7 +140,7 @@ def plan_memory(
 def trainer_memory(sizes: ModelSizes, config: TrainConfig, device: Device, dtype: str) -> TrainerMemory:
     """Predict a rank's memory."""
     item = DTYPE_BYTES[dtype]
-    adapters = sizes.lora + config.critic_rank * sizes.lora_per_rank
+    adapters = sizes.lora + sizes.critic_lora
     offload, full = config.trainer.offload, config.trainer.checkpointing == "full"
     sdpa = config.trainer.attention == "sdpa"
     # Autograd keeps keys and values for each head and piece. On a CPU it keeps them once.

@@ -54,7 +54,8 @@ def adapter_bytes(model_path: Path, config: TrainConfig, dtype: str) -> int:
 
 def checkpoint_bytes(model_path: Path, config: TrainConfig) -> int:
     """Maximum size of one checkpoint: LoRA and two AdamW moments in float32, for policy and critic."""
-    rank = config.lora.max_rank + config.critic_rank
+    critic = config.critic_lora
+    rank = config.lora.max_rank + (critic.rank if critic is not None else 0)
     return 3 * FLOAT32_BYTES * _lora_parameters(model_path, rank)
 
 

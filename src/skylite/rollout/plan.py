@@ -221,6 +221,8 @@ def choose_placement(
     dtype, dtype_note = choose_dtype(config.model.dtype, device)
     gpus = place(config, device)
     target_notes = check_target_names(model.path, config.lora)
+    if config.critic_lora is not None:
+        check_target_names(model.path, config.critic_lora, "critic")
     check_context(config, model.path)
     cpu_lora = launcher.choose_cpu_lora(config, dtype, model.path)
     of_engines: list[Note | str | None] = []

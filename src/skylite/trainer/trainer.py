@@ -59,7 +59,7 @@ def make_trainer(policy: Policy, config: TrainConfig, dist: Dist) -> Trainer:
         optim.lora_plus_ratio,
         config.trainer.offload,
     )
-    critic = make_critic(policy, config, dist) if config.critic_rank else None
+    critic = make_critic(policy, config, dist) if config.critic_lora is not None else None
     return Trainer(config=config, dist=dist, policy=policy, optimizer=optimizer, critic=critic)
 
 
