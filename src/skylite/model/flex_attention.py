@@ -87,7 +87,7 @@ def _compiled() -> Callable[..., Any]:
             with dynamo, functorch, shapes:
                 return compiled(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            line = str(error).strip().partition("\n")[0]  # the rest is the graph and the compiler's stack
+            line = " ".join(str(error).split("\n")[:2])  # the rest is the graph and the compiler's stack
             raise ModelError(
                 f"torch could not compile FlexAttention: {line}", "Set trainer.attention=sdpa."
             ) from error
