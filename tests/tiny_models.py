@@ -8,6 +8,8 @@ from typing import Any
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "mistral")
 OTHER_FAMILIES = ("gemma3", "qwen3_moe", "mixtral", "deepseek_v3", "phi3", "gpt_neox")
 """Also known to `tiny_config`: windows, experts, latent attention, fused projections."""
+WRAPPERS = ("gemma3_vl", "qwen3_5_vl", "qwen3_vl")
+"""Also known to `tiny_config`: a text model beside a tower that reads pictures."""
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 """One token a byte (ids 0 to 255), then the special tokens."""
@@ -29,7 +31,16 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 8, "no_rope_layers": [1, 0], "interleave_moe_layer_step": 1,
         "num_local_experts": 4, "intermediate_size_mlp": 128,
     },
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2": {
+        "layer_types": ["conv", "full_attention"], "block_multiple_of": 32, "block_auto_adjust_ff_dim": False,
+    },
+    "qwen3_5": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+    },
+    "qwen3_vl_text": {
+        "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+    },
     "deepseek_v3": {
         "num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "n_group": 1,
@@ -53,13 +64,15 @@ def make_tiny_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
     from prompt to prompt.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from skylite.hub.text_model import auto_class
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tiny_tokenizer()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)
+        config = tiny_config(family)
+        model = auto_class(config).from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -70,6 +83,8 @@ def tiny_config(family: str) -> Any:
     """The transformers config of a tiny model. Qwen2, Gemma and Cohere2 tie their embeddings, as usual."""
     import transformers
 
+    if family in WRAPPERS:
+        return _wrapper_config(family)
     classes = {
         "llama": transformers.LlamaConfig,
         "qwen2": transformers.Qwen2Config,
@@ -90,6 +105,8 @@ def tiny_config(family: str) -> Any:
         "llama4_text": transformers.Llama4TextConfig,
         "lfm2": transformers.Lfm2Config,
         "phimoe": transformers.PhimoeConfig,
+        "qwen3_5": transformers.Qwen3_5TextConfig,
+        "qwen3_vl_text": transformers.Qwen3VLTextConfig,
     }
     common = {
         "vocab_size": VOCAB_SIZE,
@@ -107,6 +124,38 @@ def tiny_config(family: str) -> Any:
         "pad_token_id": _special_id("<|pad|>"),
     }
     return classes[family](**common | OWN_SETTINGS.get(family, {}))
+
+
+def _wrapper_config(family: str) -> Any:
+    """A text model of `tiny_config` with a tower of one layer."""
+    import transformers
+
+    if family == "gemma3_vl":
+        vision = {
+            "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "image_size": 16, "patch_size": 4,
+        }  # fmt: skip
+        return transformers.Gemma3Config(
+            text_config=tiny_config("gemma3").to_dict() | {"tie_word_embeddings": True},
+            vision_config=vision,
+            mm_tokens_per_image=4,
+            image_token_index=255,
+            boi_token_index=253,
+            eoi_token_index=254,
+            eos_token_id=_special_id(EOS_TOKEN),
+        )
+    vision = {
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+        "num_position_embeddings": 16, "patch_size": 4,
+    }  # fmt: skip
+    text, cls = {
+        "qwen3_5_vl": ("qwen3_5", transformers.Qwen3_5Config),
+        "qwen3_vl": ("qwen3_vl_text", transformers.Qwen3VLConfig),
+    }[family]
+    return cls(
+        text_config=tiny_config(text).to_dict(),
+        vision_config={**vision, "deepstack_visual_indexes": []},
+    )
 
 
 def tiny_tokenizer() -> Any:

@@ -90,6 +90,9 @@ class FakeLauncher:
     def check_model(self, model_path: Path, device: str, rank: int, lora: LoraConfig | None = None) -> str:
         return ""
 
+    def bf16_reason(self, model_path: Path, device: str) -> str:
+        return ""
+
     def choose_cpu_lora(self, config: TrainConfig, dtype: str, model_path: Path) -> CpuLora:
         return "dense"
 

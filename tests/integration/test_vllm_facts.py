@@ -49,7 +49,7 @@ SPEC = replace(
     tensor_parallel=2,
 )
 READ = {
-    "model": "model",
+    "model": str(CPU_SPEC.model_path),
     "served_model_name": ["base"],
     "dtype": "bfloat16",
     "seed": 7,

@@ -7,47 +7,36 @@ It imports every text model of vLLM's registry, which takes about 20 s. Run it w
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
 from skylite.engine.vllm.models import TABLE, vllm_version
+from skylite.engine.vllm.plugin import no_torchvision
 from skylite.hub.resolve import CAUSAL_SUFFIXES
+from skylite.hub.text_model import TEXT_PATH
 
 TRANSFORMERS_BACKEND = "TransformersForCausalLM"
 """vLLM's own name for a model whose code comes from transformers."""
 
 
-class Stub:
-    """Finds torchvision where it is not installed: model classes only need to be imported here."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "torchvision" else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = MagicMock(name=spec.name)
-        module.__spec__, module.__path__, module.__version__ = spec, [], "0.27.0"
-        return module
-
-    def exec_module(self, module: ModuleType) -> None: ...
+STATE = re.compile(r"MambaStateDtypeCalculator\.(\w+)_state_dtype")
+"""How a hybrid's class names its recurrent layers."""
 
 
 def describe() -> dict[str, Any]:
     """The table. Architectures with equal answers share an entry."""
     from vllm.model_executor.models import registry
 
+    no_torchvision.install()
     logging.disable(logging.CRITICAL)
     answers, failed = answer_all(registry, list(text_models(registry)))
-    torchvision = [name for name, error in failed.items() if "torchvision" in error]
-    if torchvision:
-        sys.meta_path.append(Stub())
-        found, still_failed = answer_all(registry, torchvision)
-        answers, failed = answers | found, {n: e for n, e in failed.items() if n not in found} | still_failed
+    wrappers = [name for name in sorted(answers) if has_text_names(registry, name)]
     answers |= dict.fromkeys(other_models(registry), answers[TRANSFORMERS_BACKEND])
     entries = [
         {**json.loads(text), "architectures": sorted(name for name in answers if answers[name] == text)}
@@ -56,7 +45,7 @@ def describe() -> dict[str, Any]:
     return {
         "vllm": vllm_version(),
         "entries": entries,
-        "torchvision": sorted(torchvision),
+        "wrappers": wrappers,
         "unknown": sorted(failed),
     }
 
@@ -79,8 +68,49 @@ def answer(cls: type) -> dict[str, Any]:
     packed = getattr(cls, "packed_modules_mapping", None) or {}
     fused = {name: list(parts) for name, parts in sorted(packed.items()) if list(parts) != [name]}
     embeddings = sorted(getattr(cls, "embedding_modules", None) or {})
-    hybrid = {"hybrid": True} if getattr(cls, "is_hybrid", False) else {}
+    hybrid = {"hybrid": recurrent_layers(cls)} if getattr(cls, "is_hybrid", False) else {}
     return {"lora": True, "fused": fused, "embeddings": embeddings, **hybrid}
+
+
+def recurrent_layers(cls: Any) -> str:
+    """The kind of a hybrid's recurrent layers, such as gated_delta_net, by its class's state."""
+    match = STATE.search(inspect.getsource(cls.get_mamba_state_dtype_from_config))
+    return match[1] if match else "unknown"
+
+
+def has_text_names(registry: Any, architecture: str) -> bool:
+    """Whether vLLM's weight mapper leads the names of a multimodal model's text layers to vLLM's own.
+
+    The names are those of transformers' class, which the trainer loads and the adapter has.
+    """
+    import torch
+    import transformers
+
+    cls = getattr(transformers, architecture, None)
+    if cls is None or (config := cls.config_class()).get_text_config() is config:
+        return False
+    served = registry.ModelRegistry.models[architecture].load_model_cls()
+    mapper = getattr(served, "hf_to_vllm_mapper", None)
+    if mapper is None or not hasattr(served, "get_mm_mapping"):
+        return False
+    try:
+        with torch.device("meta"):
+            model = cls(config)
+        [prefix] = served.get_mm_mapping(MagicMock()).language_model
+    except (AttributeError, TypeError, ValueError, ImportError, RuntimeError, LookupError) as error:
+        print(f"{architecture}: {type(error).__name__} {str(error)[:100]}", file=sys.stderr)
+        return False
+    decoder = model.get_decoder()
+    path = next((name for name, module in model.named_modules() if module is decoder), "")
+    renamed = mapper.get_rename_mapper().map_name
+    linear = {n for n, m in decoder.named_modules() if isinstance(m, torch.nn.Linear) and ".0." in n}
+    names = {n: str(renamed(f"{path}.{n}.weight")).removesuffix(".weight") for n in linear}
+    mapped = {names[n].removesuffix(f".{n}") for n in linear if names[n].endswith(f".{n}")}
+    is_served = all(name.startswith(f"{prefix.rstrip('.')}.") for name in names.values())
+    if path == TEXT_PATH and len(mapped) == 1 and is_served:
+        return True
+    print(f"{architecture}: {path} {prefix} {names}"[:400], file=sys.stderr)
+    return False
 
 
 def text_models(registry: Any) -> Iterator[str]:
@@ -109,7 +139,7 @@ def render(table: dict[str, Any]) -> str:
     entries = ",\n".join("  " + json.dumps(entry) for entry in table["entries"])
     return (
         f'{{"vllm": {json.dumps(table["vllm"])},\n "entries": [\n{entries}\n ],\n'
-        f' "torchvision": {json.dumps(table["torchvision"])},\n "unknown": {json.dumps(table["unknown"])}}}\n'
+        f' "wrappers": {json.dumps(table["wrappers"])},\n "unknown": {json.dumps(table["unknown"])}}}\n'
     )
 
 

@@ -13,7 +13,7 @@ from skylite.run.run_dir import AdapterVersion, adapter_name
 
 SPEC = EngineSpec(
     name="engine-0",
-    model_path=Path("model"),
+    model_path=Path(__file__).with_name("plain_model"),
     device="cpu",
     dtype="float32",
     address=Address("unix:run/engine.sock"),

@@ -67,9 +67,9 @@ def test_latent_attention_caches_one_vector() -> None:
 
 def test_only_layers_of_the_language_model_have_a_cache() -> None:
     """As in Gemma 3: a vision tower with layers of the same names."""
-    text = attention(64, 4, 2, 16)
+    text, config = attention(64, 4, 2, 16), {"text_config": {"num_hidden_layers": 2, "hidden_size": 64}}
     vision = stack(27, attention(1024, 16, 16, 64), "vision_tower.vision_model.encoder.layers")
-    found = sizes(vision | stack(2, text, "language_model.model.layers"), {"text_config": {}})
+    found = sizes(vision | stack(2, text, "language_model.model.layers"), config)
     assert (found.num_layers, found.queries, found.cached) == (2, 64, 2 * 2 * 32)
     assert found.parameters > 27 * 4 * 1024 * 1024, "but it has weights"
 
@@ -112,7 +112,7 @@ def test_the_adapter_of_a_mixture_of_experts_is_small(monkeypatch: pytest.Monkey
         layer |= {f"mlp.experts.{expert}.{name}": (768, 2048) for name in ("gate_proj", "up_proj")}
         layer[f"mlp.experts.{expert}.down_proj"] = (2048, 768)
     shapes = stack(48, layer)
-    monkeypatch.setattr(target_modules, "tensor_shapes", lambda _: shapes)
+    monkeypatch.setattr(target_modules, "text_shapes", lambda _: shapes)
     adapted = target_modules.predict_modules(Path(), LoraConfig())[1]
     memory = trainer_memory(sizes(shapes, {}, adapted), TrainConfig(), "cuda", "bfloat16")
     assert memory.weights > 50 * GIB

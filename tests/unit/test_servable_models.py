@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,12 @@ from safetensors.numpy import save_file
 
 from skylite.config.lora import LoraConfig
 from skylite.engine.vllm import models as servable_models
-from skylite.engine.vllm.models import check_build, check_lora, check_torchvision
-from skylite.errors import ModelError
+from skylite.engine.vllm.launcher import VllmLauncher
+from skylite.engine.vllm.models import GATED_DELTA_NET as GDN
+from skylite.engine.vllm.models import check_build, check_lora, check_torchvision, recurrent_layers
+from skylite.errors import ConfigError, ModelError
+from skylite.processes.hardware import choose_dtype
+from tests.unit.engine_cases import SPEC
 
 ATTENTION = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"]
 FUSED = [*ATTENTION, "model.layers.0.mlp.gate_up_proj", "model.layers.0.mlp.down_proj"]
@@ -83,7 +88,8 @@ def test_the_first_architecture_that_vllm_has_counts(tmp_path: Path) -> None:
     ],
 )
 def test_experts_are_refused_on_a_cpu_only(tmp_path: Path, config: dict[str, Any]) -> None:
-    folder = model(tmp_path, "MixtralForCausalLM", ATTENTION, **config)
+    name = "Qwen3VLMoeForConditionalGeneration" if "text_config" in config else "MixtralForCausalLM"
+    folder = model(tmp_path, name, ATTENTION, **config)
     with pytest.raises(ModelError, match=r"mixture of experts .* on GPUs only"):
         check_lora(folder, "cpu", LoraConfig())
     assert check_lora(folder, "cuda", LoraConfig()) == ""
@@ -105,15 +111,52 @@ def test_an_embedding_needs_a_model_with_lora_on_embeddings(tmp_path: Path) -> N
         check_lora(model(tmp_path, "Qwen2ForCausalLM", ATTENTION), "cpu", lora)
 
 
-def test_a_model_class_that_needs_torchvision_is_refused_without_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = model(tmp_path, "Gemma3ForConditionalGeneration", ATTENTION)
-    monkeypatch.setattr(servable_models, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"Gemma3ForConditionalGeneration, for which .* needs torchvision"):
-        check_lora(folder, "cuda", LoraConfig())
-    monkeypatch.setattr(servable_models, "find_spec", lambda name: object())
-    assert check_lora(folder, "cuda", LoraConfig()) == ""
+def test_recurrent_layers_are_named_by_kind_unless_all_layers_are_attention(tmp_path: Path) -> None:
+    def kind(architecture: str, **config: Any) -> str:
+        return recurrent_layers(model(tmp_path, architecture, **config))
+
+    assert kind("Qwen3_5ForConditionalGeneration", text_config={"layer_types": ["linear_attention"]}) == GDN
+    assert kind("Lfm2ForCausalLM", layer_types=["conv", "full_attention"]) == "short_conv"
+    assert kind("GraniteMoeHybridForCausalLM", layer_types=["mamba", "attention"]) == "mamba2"
+    assert kind("GraniteMoeHybridForCausalLM", layer_types=["attention"]) == ""
+    assert kind("LlamaForCausalLM") == ""
+
+
+def test_gated_delta_nets_are_computed_in_bfloat16_on_a_cpu_alone(tmp_path: Path) -> None:
+    layers = ["linear_attention", "full_attention"]
+    folder, launcher = model(tmp_path, "Qwen3_5ForCausalLM", layer_types=layers), VllmLauncher()
+    reason = launcher.bf16_reason(folder, "cpu")
+    assert "gated delta nets" in reason
+    dtype, note = choose_dtype("auto", "cpu", bf16_reason=reason)
+    assert (dtype, str(note)) == ("bfloat16", f"dtype bfloat16: {reason}")
+    assert choose_dtype("bfloat16", "cpu", bf16_reason=reason)[0] == "bfloat16"
+    with pytest.raises(ConfigError, match=r"model\.dtype=float32 cannot be used: .*gated delta nets"):
+        choose_dtype("float32", "cpu", bf16_reason=reason)
+    assert launcher.bf16_reason(folder, "cuda") == ""
+    lfm2 = model(tmp_path, "Lfm2ForCausalLM", layer_types=["conv", "full_attention"])
+    assert launcher.bf16_reason(lfm2, "cpu") == ""
+
+
+def test_the_prefix_cache_is_off_for_recurrent_layers_on_a_cpu_and_pictures_are_off(tmp_path: Path) -> None:
+    layers = {"layer_types": ["linear_attention", "full_attention"]}
+    folder = model(tmp_path, "Qwen3_5ForConditionalGeneration", text_config=layers)
+    command = VllmLauncher().command(replace(SPEC, model_path=folder))
+    assert {"--no-enable-prefix-caching", "--language-model-only"} <= set(command)
+    assert "prefix cache is off" in check_lora(folder, "cpu")
+    on_gpu = VllmLauncher().command(replace(SPEC, model_path=folder, device="cuda"))
+    assert {"--enable-prefix-caching", "--language-model-only"} <= set(on_gpu)
+    plain = VllmLauncher().command(replace(SPEC, model_path=model(tmp_path, "LlamaForCausalLM")))
+    assert "--enable-prefix-caching" in plain
+    assert "--language-model-only" not in plain
+
+
+def test_targets_are_last_parts_because_vllm_has_other_paths() -> None:
+    attention = "model.language_model.layers.{}.self_attn.{}"
+    modules = [attention.format(layer, name) for layer in (0, 1) for name in ("q_proj", "o_proj")]
+    command = VllmLauncher().command(replace(SPEC, target_modules=[*modules, "down_proj"]))
+    start = command.index("--lora-target-modules") + 1
+    assert command[start : start + 3] == ["down_proj", "o_proj", "q_proj"]
+    assert command[start + 3].startswith("--")
 
 
 def test_another_vllm_is_not_judged_by_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from skylite.config.check_regex import check_regex
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, ModelError
-from skylite.hub.resolve import tensor_shapes
+from skylite.hub.text_model import text_shapes
 from skylite.notes import Note, warning
 from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir, adapter_name
@@ -286,7 +286,7 @@ def _adapted_paths(found: WarmStart, model_path: Path) -> set[str]:
             f"{model_path.name}: it was trained, or belongs to another model.",
             MERGE,
         )
-    adapted, shapes = set(), tensor_shapes(model_path)
+    adapted, shapes = set(), text_shapes(model_path)
     for name, shape in found.shapes.items():
         path, is_a = _path_of(name), _is_a(name)
         if path.rpartition(".")[2] in LM_HEADS:

@@ -12,7 +12,7 @@ import regex
 
 from skylite.config.lora import WILDCARD, LoraConfig
 from skylite.errors import ConfigError, ModelError
-from skylite.hub.resolve import tensor_shapes
+from skylite.hub.text_model import text_shapes
 from skylite.notes import Note, warning
 
 T = TypeVar("T")
@@ -99,6 +99,11 @@ def short_names(modules: Iterable[str], chosen: Iterable[str]) -> list[str]:
     )
 
 
+def last_names(modules: Iterable[str]) -> list[str]:
+    """The last parts of paths, sorted: what engines compare with the names of their own modules."""
+    return sorted({name.rpartition(".")[2] for name in modules})
+
+
 def predict_target_modules(model_path: Path, config: LoraConfig) -> list[str]:
     """The target_modules that the trainer's manifest will most likely contain, so that engines start first.
 
@@ -111,7 +116,8 @@ def predict_modules(model_path: Path, config: LoraConfig) -> tuple[set[str], set
     """Paths of all modules with weights, and of those that most likely get LoRA, read from the weight files.
 
     Weight files do not record module types. This assumes that a matrix in a numbered layer belongs to a
-    linear module, and any other matrix to the embedding or LM head. Experts and their routers get no LoRA.
+    linear module, and any other matrix to the embedding or LM head. Experts and their routers get no LoRA,
+    nor do the towers of a model that also reads pictures or sound.
     Raises ModelError for a damaged file.
     """
     shapes = _outside_experts(model_path)
@@ -167,7 +173,7 @@ def check_target_names(model_path: Path, config: LoraConfig, section: str = "lor
 
 
 def _outside_experts(model_path: Path) -> dict[str, list[int]]:
-    return {name: shape for name, shape in tensor_shapes(model_path).items() if EXPERTS not in name}
+    return {name: shape for name, shape in text_shapes(model_path).items() if EXPERTS not in name}
 
 
 def _matrices(shapes: Mapping[str, Sequence[int]]) -> set[str]:

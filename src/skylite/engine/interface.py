@@ -59,7 +59,7 @@ class EngineSpec:
     lora_rank: int | None
     """Largest rank of its adapters. None: the base alone, without LoRA."""
     target_modules: list[str] | None
-    """Module names that the adapters change. None: all layers and embeddings, which is slower."""
+    """Modules that the adapters change, by name or path. None: all layers and embeddings, which is slower."""
     max_loras: int
     """Largest number of adapters in one batch. One more stays loaded."""
     fixed_adapter: AdapterVersion | None = None
@@ -169,6 +169,9 @@ class Launcher(Protocol):
 
         Returns a note for the user, or "".
         """
+
+    def bf16_reason(self, model_path: Path, device: str) -> str:
+        """Why this model is computed in bfloat16 only; "" where float32 works, too."""
 
     def choose_cpu_lora(self, config: TrainConfig, dtype: str, model_path: Path) -> CpuLora:
         """How LoRA is computed on a CPU: the setting, or the choice behind `auto`."""

@@ -7,21 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from skylite.config.train import TrainConfig
-from skylite.engine.tensor_parallel import text_section
 from skylite.errors import ConfigError, ModelError
-from skylite.untrusted_files import read_text
-from skylite.untrusted_text import parse_json
+from skylite.hub.text_model import is_wrapper, other_parts, read_config, text_section
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """Names in config.json for the tokens of the longest sequence."""
-OTHER_PARTS = ("vision_config", "audio_config", "vision_tower_config", "img_processor")
-"""Sections of config.json that describe a part which sees no text."""
-WRAPPER = "ForConditionalGeneration"
 QUANTISED = ("quantization_config", "compression_config")
 
 
 def check_trainable(model_path: Path) -> None:
-    """Raise ModelError for quantised weights, and for a language model inside a multimodal one."""
+    """Raise ModelError for quantised weights."""
     config = _sections(model_path)[0]
     if (method := quantisation(config)) is not None:
         raise ModelError(
@@ -29,14 +24,16 @@ def check_trainable(model_path: Path) -> None:
             "engine need the same unquantised weights.",
             "Use the 16-bit model that it was made from, and a smaller one if that does not fit.",
         )
-    architecture = str((config.get("architectures") or [""])[0])
-    if architecture.endswith(WRAPPER) or any(config.get(part) for part in OTHER_PARTS):
-        raise ModelError(
-            f"{model_path.name} is a {architecture}: a language model inside a multimodal one. skylite "
-            "cannot train those yet: trainer and engine name the layers differently, and the engine would "
-            "leave out their LoRA.",
-            "Choose a text-only model, whose config.json names a ...ForCausalLM.",
-        )
+
+
+def text_only_note(model_path: Path) -> str:
+    """What a run does with a model that also reads pictures or sound; "" for a model of text alone."""
+    if not is_wrapper(read_config(model_path)):
+        return ""
+    return (
+        f"{model_path.name} is a text model with other parts ({', '.join(other_parts(model_path))}): prompts "
+        "are text, the adapter is on the text model alone, and the other parts stay as they are"
+    )
 
 
 def quantisation(config: Mapping[str, Any]) -> str | None:
@@ -71,7 +68,7 @@ def check_context(config: TrainConfig, model_path: Path) -> None:
 
 
 def _sections(model_path: Path) -> tuple[Mapping[str, Any], ...]:
-    config = parse_json(read_text(model_path / "config.json"))
+    config = read_config(model_path)
     return config, text_section(config)
 
 

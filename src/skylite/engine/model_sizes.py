@@ -10,14 +10,9 @@ from typing import Any, NamedTuple
 
 from skylite.adapters.target_modules import EXPERTS, pattern_value, predict_modules
 from skylite.config.lora import LoraConfig
-from skylite.engine.tensor_parallel import HEADS, text_section
-from skylite.hub.resolve import tensor_shapes
-from skylite.untrusted_files import read_text
-from skylite.untrusted_text import parse_json
+from skylite.engine.tensor_parallel import HEADS
+from skylite.hub.text_model import TEXT_PATH, Shapes, model_shapes, read_config, text_layers, text_section
 
-Shapes = Mapping[str, Sequence[int]]
-OTHER_TOWERS = ("vision", "visual", "image", "audio", "mm_")
-"""In the names of layers that see no text tokens."""
 FUSED_QKV = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 LATENT_CACHE = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe")
 """Model types for which the engine caches one latent vector per token and layer."""
@@ -116,17 +111,21 @@ class Kept(NamedTuple):
 
 def model_sizes(model_path: Path, lora: LoraConfig, critic: LoraConfig | None = None) -> ModelSizes:
     """The sizes of a model folder. Raises ModelError for a damaged file."""
-    config = parse_json(read_text(model_path / "config.json"))
+    config = read_config(model_path)
     adapted = predict_modules(model_path, lora)[1]
     ranks = {path: pattern_value(lora.rank_pattern, path, lora.rank) for path in adapted}
-    sizes = sizes_of(tensor_shapes(model_path), config, ranks)
+    sizes = sizes_of(model_shapes(model_path), config, ranks)
     return sizes if critic is None else replace(sizes, critic_lora=model_sizes(model_path, critic).lora)
 
 
 def sizes_of(shapes: Shapes, config: Mapping[str, Any], ranks: Mapping[str, int]) -> ModelSizes:
     """The sizes of a model with these tensors and this config.json. `ranks`: of the modules with LoRA."""
-    layers = text_layers(shapes)
-    vocabulary, hidden = next((s for n, s in shapes.items() if "embed" in n and len(s) == 2), (1, 1))
+    layers = text_layers(shapes, config)
+    embeddings = sorted(
+        (n for n, s in shapes.items() if "embed" in n and len(s) == 2),
+        key=lambda name: not name.startswith(f"{TEXT_PATH}."),
+    )
+    vocabulary, hidden = shapes[embeddings[0]] if embeddings else (1, 1)
     section = text_section(config)
     attentions = [attention_of(layer, section) for layer in layers.values()]
     experts = [experts_of(layer, section, hidden) for layer in layers.values()]
@@ -160,18 +159,6 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any], ranks: Mapping[str, int]
         cached=None if None in cached or not cached else sum(c or 0 for c in cached),
         cached_heads=_key_value_heads(first, section),
     )
-
-
-def text_layers(shapes: Shapes) -> dict[str, dict[str, Sequence[int]]]:
-    """The language model's layers by prefix (`model.layers.3.`): their tensors, named below it."""
-    stacks: dict[str, dict[str, dict[str, Sequence[int]]]] = {}
-    for name, shape in shapes.items():
-        parts = name.split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-        if number is not None and not any(tower in name for tower in OTHER_TOWERS):
-            prefix, rest = ".".join(parts[: number + 1]) + ".", ".".join(parts[number + 1 :])
-            stacks.setdefault(".".join(parts[:number]), {}).setdefault(prefix, {})[rest] = shape
-    return max(stacks.values(), key=lambda layers: sum(map(_elements, layers.values())), default={})
 
 
 def attention_of(layer: Shapes, config: Mapping[str, Any]) -> Attention:

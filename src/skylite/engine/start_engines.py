@@ -157,7 +157,8 @@ def single_engine_spec(
     if adapter is not None and (note := launcher.check_model(model_path, device, adapter.rank)):
         logger.info(note)
     check_context(config, model_path)
-    dtype = choose_dtype(config.model.dtype, device, lora=adapter is not None)[0]
+    bf16_reason = launcher.bf16_reason(model_path, device)
+    dtype = choose_dtype(config.model.dtype, device, lora=adapter is not None, bf16_reason=bf16_reason)[0]
     if device == "cuda":
         check_network(config, ranks=False)
     gpus = _gpus(config.engine.tensor_parallel, model_path) if device == "cuda" else ()

@@ -13,17 +13,14 @@ from shutil import disk_usage
 from typing import Any
 
 from skylite.errors import ConfigError
+from skylite.hub.text_model import read_config, text_section
 from skylite.processes.hardware import SHARED_MEMORY
-from skylite.untrusted_files import read_text
-from skylite.untrusted_text import parse_json
 
 SETTING = "engine.tensor_parallel"
 QUEUE_BYTES = 240 << 20
 """The largest queue between an engine's workers. They start only if so much is free."""
 VOCABULARY_MULTIPLE = 64
 """DEFAULT_VOCAB_PADDING_SIZE of the engines."""
-TEXT_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config")
-"""Sections of config.json that describe the language model of a model with several parts."""
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 INNER_SIZES = (
@@ -41,7 +38,7 @@ def check_divisible(model_path: Path, gpus: int) -> None:
     """Raise ConfigError if no engine can divide the model in this folder among this many GPUs."""
     if gpus == 1:
         return
-    config = text_section(parse_json(read_text(model_path / "config.json")))
+    config = text_section(read_config(model_path))
     if reason := next(_obstacles(config, gpus), None):
         possible = [n for n in range(2, gpus) if next(_obstacles(config, n), None) is None]
         raise ConfigError(
@@ -64,14 +61,6 @@ def check_machine(gpus: int, visible: int, names: str) -> None:
             f"engine's workers, and {free >> 20} MiB are free.",
             "Give the container more: docker run --shm-size=2g, or --ipc=host.",
         )
-
-
-def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of config.json that describes the language model."""
-    for name in TEXT_SECTIONS:
-        if isinstance(section := config.get(name), dict):
-            return text_section(section)
-    return config
 
 
 def padded_vocabulary(vocabulary: int) -> int:

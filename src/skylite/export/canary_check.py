@@ -14,6 +14,7 @@ from skylite.engine.canary_limits_bf16 import MAX_VISIBLE, Scores
 from skylite.engine.canary_limits_float32 import read_float32
 from skylite.engine.canary_reading import TOO_SMALL
 from skylite.errors import ModelError, RunFailed
+from skylite.hub.text_model import auto_class
 
 TOLERANCE = 0.002  # as for the engines of a run in float32
 """Largest difference of a logprob in nats, when the arithmetic is float32."""
@@ -164,17 +165,19 @@ def flat(rows: Rows) -> list[float]:
 def load_float32(folder: Path, **options: Any) -> Any:
     """A local transformers model in float32. Never runs code from the folder."""
     import torch
-    from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
+    from transformers import AutoConfig, AutoModelForCausalLM, modeling_gguf_pytorch_utils
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # skylite shows its own
     # The bar of GGUF files ignores that.
     modeling_gguf_pytorch_utils.tqdm = lambda items, **_: items
-    load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    safe = {"local_files_only": True, "trust_remote_code": False}
     try:
-        model = load(
-            str(folder), dtype=torch.float32, local_files_only=True, trust_remote_code=False, **options
-        )
+        if options:  # a GGUF file, which holds a text model
+            load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+        else:
+            load = auto_class(AutoConfig.from_pretrained(str(folder), **safe)).from_pretrained
+        model = load(str(folder), dtype=torch.float32, **safe, **options)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(
             f"transformers cannot load {folder}: {type(error).__name__} {error}.",

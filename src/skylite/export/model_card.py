@@ -16,6 +16,7 @@ from skylite.errors import DataError
 from skylite.evaluation.confidence_interval import score_name, score_value
 from skylite.export.canary_check import Check
 from skylite.export.plan import ExportPlan
+from skylite.hub.text_model import is_wrapper, read_config
 from skylite.run.metrics_file import read_metrics
 from skylite.untrusted_text import plain
 
@@ -79,16 +80,22 @@ def use(plan: ExportPlan) -> str:
     reserved = served_rank(plan.run_config.config.lora.max_rank)
     if plan.gguf and not plan.merge:
         return f"```bash\nllama-cli -m {plan.name}-{plan.dtype}.gguf\n```"
+    wrapper = is_wrapper(read_config(plan.base.path))
+    loader = "AutoModelForImageTextToText" if wrapper else "AutoModelForCausalLM"
     if plan.merge:
         return (
-            "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n'
+            f"```python\nfrom transformers import {loader}, AutoTokenizer\n\n"
+            f'model = {loader}.from_pretrained("FOLDER")\n'
             'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n'
             "```bash\nvllm serve FOLDER\n```"
         )
+    imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
+    load = 'AutoPeftModelForCausalLM.from_pretrained("FOLDER")'
+    if wrapper:
+        imports = f"from peft import PeftModel\nfrom transformers import {loader}, AutoTokenizer"
+        load = f'PeftModel.from_pretrained({loader}.from_pretrained("BASE"), "FOLDER")'
     return (
-        "```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n\n"
-        'model = AutoPeftModelForCausalLM.from_pretrained("FOLDER")\n'
+        f"```python\n{imports}\n\nmodel = {load}\n"
         'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n'
         f"```bash\nvllm serve BASE --enable-lora --max-lora-rank {reserved} "
         f"--lora-modules mine=FOLDER\n```\n\nThe rank is {rank}."

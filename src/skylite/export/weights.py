@@ -24,12 +24,14 @@ from skylite.export.canary_check import (
 from skylite.export.gguf import check_gguf, convert_to_gguf
 from skylite.export.plan import ExportPlan, adapter_weights, prompt_files
 from skylite.hub.resolve import check_folder as check_model_folder
+from skylite.hub.resolve import model_files
 from skylite.processes.file_tree import remove_tree
 from skylite.progress_reporting import long_work
 from skylite.run.files import sha256_file, write_json
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
+PROCESSOR_FILES = ("*processor_config.json",)
 TEMPLATE, OLD_TEMPLATE, TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
 
 
@@ -83,8 +85,11 @@ def write_adapter(plan: ExportPlan, folder: Path, base_name: str) -> None:
 
 
 def copy_prompt_files(plan: ExportPlan, folder: Path) -> None:
-    """Copy tokenizer, chat templates and generation settings of the base, with the template of the run."""
-    files = prompt_files(plan.base.path)
+    """Copy tokenizer, chat templates and generation settings of the base, with the template of the run.
+
+    Also the settings of its processors: a model with other parts than text still reads pictures or sound.
+    """
+    files = [*prompt_files(plan.base.path), *model_files(plan.base.path, PROCESSOR_FILES)]
     if check_model_folder(plan.base.path, "").fingerprint != plan.base.fingerprint:
         raise ModelError(f"{plan.base.path} changed during the export.", "Export again.")
     for file in files:

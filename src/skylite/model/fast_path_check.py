@@ -29,6 +29,7 @@ from skylite.model.float32_arithmetic import Float32Arithmetic
 from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms, fuse_rotary_embedding, rms_norms
 from skylite.model.kernel_check import kernel_fault
 from skylite.model.lm_head import linear_head
+from skylite.model.loading import text_model
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, is_lora_param, score
 from skylite.types import completion_example
@@ -120,7 +121,9 @@ def _short_windows(base: PreTrainedModel, length: int) -> Iterator[None]:
 def _is_recurrent(base: PreTrainedModel) -> bool:
     """Whether tokens also meet outside attention: in a state, or a convolution along the row."""
     layer_types = set(getattr(base.config.get_text_config(), "layer_types", None) or ())
-    return bool(layer_types - ATTENTION_LAYERS) or any(isinstance(m, nn.Conv1d) for m in base.modules())
+    return bool(layer_types - ATTENTION_LAYERS) or any(
+        isinstance(m, nn.Conv1d) for m in text_model(base).modules()
+    )
 
 
 def _replace_modules(policy: Policy, probe: list[int], reference: Tensor) -> list[str]:

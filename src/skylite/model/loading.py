@@ -11,9 +11,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from skylite.errors import ModelError
+from skylite.hub.text_model import auto_class
 from skylite.model.attention_backends import register_backends
 from skylite.model.process_group import Dist
 from skylite.untrusted_files import read_text, regular
@@ -61,9 +62,26 @@ def load_base(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> tuple
     return base, f"{how}; offloaded to CPU memory" if offload else how
 
 
+def text_path(model: PreTrainedModel) -> str:
+    """Path of the text model in a model that also reads pictures or sound; "" for a model of text alone."""
+    if model.config.get_text_config() is model.config:
+        return ""
+    decoder = model.get_decoder()
+    return next(str(name) for name, module in model.named_modules() if module is decoder)
+
+
+def text_model(model: PreTrainedModel) -> nn.Module:
+    """The module at `text_path`."""
+    found: nn.Module = model.get_submodule(text_path(model))
+    return found
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers: the members of the model's longest ModuleList. Raises ModelError if it has none."""
-    lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList)]
+    """The decoder layers: the members of the text model's longest ModuleList.
+
+    Raises ModelError if it has none.
+    """
+    lists = [list(m) for m in text_model(model).modules() if isinstance(m, nn.ModuleList)]
     if not lists:
         raise ModelError(
             f"{type(model).__name__} has no list of decoder layers to shard.",
@@ -74,8 +92,10 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def _load_full(path: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        model, info = auto_class(config).from_pretrained(
             path,
+            config=config,
             dtype=dtype,
             local_files_only=True,
             use_safetensors=True,
@@ -136,7 +156,7 @@ def _empty_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a folder's config, without memory for its frozen weights."""
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with init_empty_weights(include_buffers=False):
-        base: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        base: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     base.tie_weights()
     base.requires_grad_(False)
     return base
@@ -205,5 +225,6 @@ def _shard_of(
 
 
 def _load_error(path: str, error: Exception) -> ModelError:
-    what = f"{path} cannot be loaded as a causal language model: {error}"
+    reason = str(error).partition("\nModel type should be one of")[0]  # 150 names follow
+    what = f"{path} cannot be loaded as a causal language model: {reason}"
     return ModelError(what, "Check the folder, or choose another --model.")

@@ -28,7 +28,7 @@ from skylite.errors import ModelError
 from skylite.model.activation_checkpointing import Checkpointing, checkpoint_layers
 from skylite.model.chunked_logprobs import token_logprobs
 from skylite.model.lm_head import score_in_chunks, top_tokens_in_chunks
-from skylite.model.loading import decoder_layers, load_base
+from skylite.model.loading import decoder_layers, load_base, text_path
 from skylite.model.lora_linear import fuse_lora_layers
 from skylite.model.packing import PackedTokens, Packing
 from skylite.model.process_group import Dist
@@ -115,14 +115,18 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
 
 
 def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Sorted paths of the modules to adapt. Raises ModelError, which lists the modules, if none matches."""
+    """Sorted paths of the modules to adapt, all in the text model.
+
+    Raises ModelError, which lists the modules, if none matches.
+    """
+    text, head = text_path(model), model.get_output_embeddings()
+    modules = {n: m for n, m in model.named_modules() if not text or n.startswith(f"{text}.") or m is head}
     # Routers of Llama 4 and Phi-MoE are linear layers that return more than logits; LoRA cannot wrap them.
-    linear = {n for n, m in model.named_modules() if type(m).forward in (nn.Linear.forward, Conv1D.forward)}
+    linear = {n for n, m in modules.items() if type(m).forward in (nn.Linear.forward, Conv1D.forward)}
     if config.target_modules == "all-linear":
-        head = model.get_output_embeddings()
-        selected = {name for name in linear if model.get_submodule(name) is not head}
+        selected = {name for name in linear if modules[name] is not head}
     else:
-        embeddings = {name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+        embeddings = {name for name, m in modules.items() if isinstance(m, nn.Embedding)}
         selected = {name for name in linear | embeddings if matches(name, config.target_modules)}
     selected = {name for name in selected if not matches(name, config.exclude_modules)}
     if not selected:

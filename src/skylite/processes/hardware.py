@@ -78,12 +78,21 @@ def choose_device() -> Device:
 
 
 def choose_dtype(
-    setting: Literal["auto", "bfloat16", "float32"], device: Device, *, lora: bool = True
+    setting: Literal["auto", "bfloat16", "float32"],
+    device: Device,
+    *,
+    lora: bool = True,
+    bf16_reason: str = "",
 ) -> tuple[Dtype, Note | None]:
     """The compute dtype, and a note on an automatic choice or a slow setting (None for another setting).
 
-    `lora`: the engine serves adapters. Raises ConfigError for a type that it does not compute on this GPU.
+    `lora`: the engine serves adapters. `bf16_reason`: why it computes this model in bfloat16 only; "" if it
+    does not. Raises ConfigError for a type that it does not compute.
     """
+    if bf16_reason and setting == "float32":
+        raise ConfigError(f"model.dtype=float32 cannot be used: {bf16_reason}.", "Use model.dtype=bfloat16.")
+    if bf16_reason and setting == "auto" and device == "cpu":
+        return "bfloat16", Note(f"dtype bfloat16: {bf16_reason}")
     if setting == "auto" and device == "cpu":
         # In bfloat16, the engine rounds small updates away, and the canary can take that for a wrong adapter.
         return "float32", Note("dtype float32: on a CPU, every sync is checked exactly")

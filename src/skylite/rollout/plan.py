@@ -30,7 +30,7 @@ from skylite.data.prompts import PromptFileInfo, read_info
 from skylite.engine.connections import open_files
 from skylite.engine.interface import Launcher
 from skylite.engine.launchers import load_launcher
-from skylite.engine.model_limits import check_context, check_trainable
+from skylite.engine.model_limits import check_context, check_trainable, text_only_note
 from skylite.errors import ConfigError, convert_os_errors
 from skylite.evaluation.confidence_interval import wilson
 from skylite.hub.resolve import ResolvedModel, resolve_model
@@ -218,7 +218,8 @@ def choose_placement(
 ) -> tuple[Placement, MemoryPlan, list[Note]]:
     """Choose dtype, GPUs and memory; add a note on each choice. Raises SkyliteError."""
     device = choose_device()
-    dtype, dtype_note = choose_dtype(config.model.dtype, device)
+    bf16_reason = launcher.bf16_reason(model.path, device) if config.engine.num_engines else ""
+    dtype, dtype_note = choose_dtype(config.model.dtype, device, bf16_reason=bf16_reason)
     gpus = place(config, device)
     target_notes = check_target_names(model.path, config.lora)
     if config.critic_lora is not None:
@@ -239,6 +240,7 @@ def choose_placement(
         dtype_note,
         *settings_notes(config),
         model.note,
+        text_only_note(model.path),
         *target_notes,
         triton_note(device),
         *of_engines,

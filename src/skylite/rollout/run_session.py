@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from skylite.adapters.manifest import read_manifest
-from skylite.adapters.target_modules import predict_target_modules
+from skylite.adapters.target_modules import last_names, predict_modules
 from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, run_template
 from skylite.engine.canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder
 from skylite.engine.engine_pool import EnginePool
@@ -175,7 +175,7 @@ async def _run(
     plan.run.canary_path.unlink(missing_ok=True)  # the trainer waits for the new one
     plan.run.held_out_path.unlink(missing_ok=True)
     async with contextlib.AsyncExitStack() as stack:
-        modules = predict_target_modules(plan.resolved.model.path, plan.config.lora)
+        modules = last_names(predict_modules(plan.resolved.model.path, plan.config.lora)[1])
         tolerance = plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.placement.dtype]
         restarts = RestartPolicy(
             config=plan.config.engine,
@@ -226,9 +226,9 @@ def record_choices(plan: RunPlan, first: TrainerStep) -> None:
 
 
 def _published_modules(plan: RunPlan) -> list[str]:
-    """Target modules of the adapter that the first step starts from."""
+    """Names of the modules that the adapter of the first step changes."""
     adapter = plan.resolved.identity.lora_sync_path / adapter_name(plan.first_step - 1)
-    return read_manifest(adapter, verify_hash=False).target_modules
+    return last_names(read_manifest(adapter, verify_hash=False).target_modules)
 
 
 async def wait_for_trainer_exit(plan: RunPlan, supervisor: Supervisor) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 
+from skylite.adapters.target_modules import last_names
 from skylite.config.engine import CpuLora
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
@@ -28,10 +29,18 @@ from skylite.engine.vllm.memory import (
     engine_memory,
     served_rank,
 )
-from skylite.engine.vllm.models import check_build, check_lora, check_torchvision, vllm_version
+from skylite.engine.vllm.models import (
+    GATED_DELTA_NET,
+    check_build,
+    check_lora,
+    check_torchvision,
+    recurrent_layers,
+    vllm_version,
+)
 from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER, SWITCH, batched_outputs
 from skylite.engine.vllm.plugin import processes as plugin_processes
 from skylite.errors import ModelError
+from skylite.hub.text_model import is_wrapper, read_config
 from skylite.processes.child_env import FEW_PRODUCTS, INTEL_OPENMP, LOOPBACK_ONLY, has_library, preload_env
 from skylite.processes.gpus import cuda_env
 from skylite.processes.hardware import cpu_cores, total_memory
@@ -85,6 +94,12 @@ class VllmLauncher:
         served_rank(rank)
         return check_lora(model_path, device, lora)
 
+    def bf16_reason(self, model_path: Path, device: str) -> str:
+        """vLLM has gated delta nets for CPUs in bfloat16 alone."""
+        if device == "cpu" and recurrent_layers(model_path) == GATED_DELTA_NET:
+            return "on a CPU vLLM computes this model's recurrent layers (gated delta nets) in no other type"
+        return ""
+
     def choose_cpu_lora(self, config: TrainConfig, dtype: str, model_path: Path) -> CpuLora:
         """Resolve `auto`: merged weights if they are exact (float32) and fit, else dense.
 
@@ -122,7 +137,9 @@ class VllmLauncher:
         command += ["--dtype", spec.dtype, "--seed", str(spec.seed)]
         command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
         # "vllm": ignore the sampling defaults in the model's generation_config.json.
-        command += ["--generation-config", "vllm", "--enable-prefix-caching"]
+        command += ["--generation-config", "vllm", *_cache_flags(spec)]
+        if is_wrapper(read_config(spec.model_path)):
+            command.append("--language-model-only")
         command += [
             "--no-trust-remote-code",
             "--disable-uvicorn-access-log",
@@ -247,6 +264,12 @@ def _siblings(cpu: int) -> set[int]:
     return found
 
 
+def _cache_flags(spec: EngineSpec) -> list[str]:
+    # For recurrent layers, a prefix cache needs chunked prefill, which is off on a CPU (_memory_flags).
+    has_cache = spec.device != "cpu" or not recurrent_layers(spec.model_path)
+    return ["--enable-prefix-caching" if has_cache else "--no-enable-prefix-caching"]
+
+
 def _memory_flags(spec: EngineSpec) -> list[str]:
     if spec.device == "cpu":
         flags = [
@@ -282,7 +305,9 @@ def _lora_flags(spec: EngineSpec, rank: int) -> list[str]:
             f"{flag_like[0]!r} is not a valid module name: vLLM would parse it as a flag.",
             "Use another adapter or model.",
         )
-    return flags + (["--lora-target-modules", *spec.target_modules] if spec.target_modules else [])
+    # Last parts alone: vLLM has other paths, and compares the parts of a packed layer by no path.
+    names = last_names(spec.target_modules or [])
+    return flags + (["--lora-target-modules", *names] if names else [])
 
 
 def _cpu_env(spec: EngineSpec) -> dict[str, str]:

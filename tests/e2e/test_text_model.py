@@ -1,0 +1,55 @@
+"""A model that also reads pictures: trained, resumed, evaluated and exported as a text model on real vLLM."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from skylite.adapters.manifest import read_manifest
+from tests.e2e.project import Project
+from tests.e2e.running import DEADLINE_S
+from tests.tiny_models import make_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
+
+
+def tensor_names(file: Path) -> set[str]:
+    with safe_open(file, framework="np") as tensors:
+        return set(tensors.keys())
+
+
+def test_gemma_3_trains_resumes_and_exports_in_the_published_layout(project: Project, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "gemma3_vl", "gemma3_vl")
+    own, run = replace(project, model=model), tmp_path / "wrapper"
+    done = own.run(*own.train_args(str(run), 1, "--set", "checkpoint.every=1"), timeout_s=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    resumed = own.run("train", "--resume", str(run), "--steps", "2", timeout_s=DEADLINE_S)
+    assert resumed.returncode == 0, resumed.stderr
+    notes = json.loads((run / "config.json").read_text())["resolved"]["notes"]
+    [note] = [n["text"] for n in notes if "vision_tower" in n["text"]]
+    assert "(multi_modal_projector, vision_tower): prompts are text" in note
+    assert note in done.stderr.replace("\n", " ")
+
+    [*_, line] = own.metrics(str(run))
+    assert line["step"] == 2
+    assert line["canary/gap_max"] < 1e-4
+    assert abs(line["canary/projection"] - 1) < 0.05
+    adapter = run / "adapters" / "policy-v000002"
+    assert read_manifest(adapter).dtype == "float32"
+    matrices = load_file(adapter / "adapter_model.safetensors")
+    b = {name: array for name, array in matrices.items() if "lora_B" in name}
+    assert len(b) == 2 * 7
+    assert all(array.any() for array in b.values()), "every kind of module learns"
+
+    scored = own.run("eval", str(run), "--limit", "2", timeout_s=DEADLINE_S)
+    assert scored.returncode == 0, scored.stderr
+    exported = own.run("export", str(run), "--merge", "--out", str(tmp_path / "out"), timeout_s=DEADLINE_S)
+    assert exported.returncode == 0, exported.stderr
+    names = tensor_names(model / "model.safetensors")
+    assert tensor_names(tmp_path / "out" / "model.safetensors") == names
+    assert any(name.startswith("vision_tower.") for name in names)
