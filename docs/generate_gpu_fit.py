@@ -19,13 +19,20 @@ from typing import Any
 
 from write_or_check import write_or_check
 
+from skylite.config.resolved import MemoryPlan
 from skylite.config.train import TrainConfig
 from skylite.engine.model_sizes import ModelSizes, model_sizes
 from skylite.engine.tensor_parallel import check_divisible
 from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError
 from skylite.processes.gpus import Gpu
-from skylite.resources.gpu_memory_plan import divide_gpus, most_tokens, trainer_memory
+from skylite.resources.gpu_memory_plan import (
+    TrainerMemory,
+    choose_checkpointing,
+    divide_gpus,
+    most_tokens,
+    trainer_memory,
+)
 from skylite.resources.gpu_placement import GpuChoice
 from skylite.rollout.plan import device_defaults
 
@@ -61,6 +68,8 @@ class Fit:
     """Of the longest, that vLLM can hold at once."""
     tokens: int
     """Most tokens of a micro-batch."""
+    checkpointing: str
+    """As skylite chooses it."""
 
 
 def write_shapes(folder: Path, shape: str) -> Path:
@@ -122,19 +131,14 @@ def attempts(layout: Layout) -> Iterator[dict[str, dict[str, Any]]]:
     """Settings to try, the least intrusive first."""
     for offload in (False, True):
         for share in SHARES if layout.shared else (OWN_GPU_SHARE,):
-            for checkpointing in ("selective", "full"):
-                yield {
-                    "trainer": {
-                        "checkpointing": checkpointing,
-                        "offload": offload,
-                        "num_ranks": layout.ranks,
-                    },
-                    "engine": {
-                        "gpu_memory_utilization": share,
-                        "num_engines": layout.engines,
-                        "tensor_parallel": layout.tensor_parallel,
-                    },
-                }
+            yield {
+                "trainer": {"offload": offload, "num_ranks": layout.ranks},
+                "engine": {
+                    "gpu_memory_utilization": share,
+                    "num_engines": layout.engines,
+                    "tensor_parallel": layout.tensor_parallel,
+                },
+            }
 
 
 def fit(folder: Path, mib: int, layouts: Sequence[Layout]) -> Fit | None:
@@ -153,13 +157,18 @@ def fit_with(folder: Path, mib: int, tree: dict[str, dict[str, Any]], layout: La
     lengths = {"max_prompt_tokens": PROMPT, "max_completion_tokens": COMPLETION}
     config, _ = device_defaults(TrainConfig.model_validate(tree | {"rollout": lengths}), "cuda")
     sizes = read_sizes(folder)
-    trainer = trainer_memory(sizes, config, "cuda", "bfloat16")
+    count = max([*layout.place.rank_gpus, *layout.place.engine_gpus]) + 1
+    gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, mib << 20, "", False) for i in range(count)}
+
+    def divided(settings: TrainConfig, trainer: TrainerMemory) -> MemoryPlan:
+        return divide_gpus(settings, trainer, engine, layout.place, gpus)[0]
+
     try:
         check_divisible(folder, layout.tensor_parallel)
         engine = VllmLauncher().memory(config, folder, "cuda", "bfloat16", "auto")
-        count = max([*layout.place.rank_gpus, *layout.place.engine_gpus]) + 1
-        gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, mib << 20, "", False) for i in range(count)}
-        budget, _ = divide_gpus(config, trainer, engine, layout.place, gpus)
+        config = choose_checkpointing(config, sizes, "bfloat16", lambda *x: divided(*x).trainer_bytes)
+        trainer = trainer_memory(sizes, config, "cuda", "bfloat16")
+        budget = divided(config, trainer)
     except ConfigError:
         return None
     assert budget.trainer_bytes is not None
@@ -168,10 +177,8 @@ def fit_with(folder: Path, mib: int, tree: dict[str, dict[str, Any]], layout: La
     tokens = most_tokens(config, trainer, budget.trainer_bytes + trainer.process)
     if not tokens:
         return None
-    settings = changes(config, layout.shared)
-    if tokens < config.trainer.tokens_per_micro_batch:
-        settings.append(f"trainer.tokens_per_micro_batch={tokens}")
-    return Fit(settings, held // math.ceil((PROMPT + COMPLETION) / engine.block_size), tokens)
+    sequences = held // math.ceil((PROMPT + COMPLETION) / engine.block_size)
+    return Fit(changes(config, layout.shared), sequences, tokens, config.trainer.checkpointing)
 
 
 @cache
@@ -187,7 +194,6 @@ def changes(config: TrainConfig, shared: bool) -> list[str]:
         "trainer.num_ranks": (config.trainer.num_ranks, default.trainer.num_ranks),
         "engine.num_engines": (config.engine.num_engines, default.engine.num_engines),
         "engine.tensor_parallel": (config.engine.tensor_parallel, default.engine.tensor_parallel),
-        "trainer.checkpointing": (config.trainer.checkpointing, default.trainer.checkpointing),
         "engine.gpu_memory_utilization": (config.engine.gpu_memory_utilization, share),
         "trainer.offload": (config.trainer.offload, default.trainer.offload),
     }
@@ -206,7 +212,7 @@ def cell(found: Fit | None) -> str:
         return "no"
     settings = "<br>".join(f"`{text}`" for text in found.settings) or "defaults"
     few = " (few)" if found.sequences < ENOUGH else ""
-    return f"{settings}<br>{found.sequences} sequences{few}, {found.tokens:,} tokens"
+    return f"{settings}<br>{found.sequences} sequences{few}, {found.tokens:,} tokens, {found.checkpointing}"
 
 
 def tables() -> str:

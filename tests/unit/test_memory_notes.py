@@ -14,7 +14,7 @@ from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError
 from skylite.notes import Note, log_notes
 from skylite.resources import gpu_memory_plan
-from skylite.resources.gpu_memory_plan import plan_memory
+from skylite.resources.gpu_memory_plan import checkpointing_default, plan_memory
 from skylite.resources.gpu_placement import place
 from tests.fakes.launcher import FakeLauncher
 from tests.unit.doc_scripts import script
@@ -43,6 +43,36 @@ def rank_note_of_7b(machine: Machine, folder: Path, config: TrainConfig, *cards:
 def note_of_7b(machine: Machine, folder: Path, config: TrainConfig, *cards: str) -> str:
     """What a run with Qwen2.5-7B's shapes prints about a rank on these GPUs."""
     return str(rank_note_of_7b(machine, folder, config, *cards))
+
+
+@pytest.mark.parametrize(
+    ("shape", "trainer", "chosen", "because"),
+    [
+        ("0.5B", {}, "none", "8192 tokens fits"),
+        ("7B", {}, "selective", "8192 tokens fits"),
+        ("7B", {"tokens_per_micro_batch": 3000}, "none", "3000 tokens fits"),
+        ("7B", {"tokens_per_micro_batch": 30000}, "full", "no micro-batch of 30000 tokens fits"),
+    ],
+)
+def test_the_least_recomputation_with_which_a_micro_batch_fits_is_chosen(
+    machine: Machine, tmp_path: Path, shape: str, trainer: dict[str, Any], chosen: str, because: str
+) -> None:
+    """Trainer and vLLM share 80 GB. Without this rule, 7B would be refused or run out of memory at 30,000."""
+    machine.lists(H100)
+    machine.has_torch()
+    model = script("generate_gpu_fit").write_shapes(tmp_path, shape)
+    sizes = {"attention": "flex", "tokens_per_micro_batch": "auto"} | trainer
+    config = settings(trainer=sizes)
+    where: tuple[Any, ...] = (model, "cuda", "bfloat16", "dense", place(config, "cuda"))
+    found, note = checkpointing_default(VllmLauncher(), config, *where)
+    assert found == settings(trainer=sizes | {"checkpointing": chosen})
+    assert note.startswith(f"trainer.checkpointing={chosen}: ")
+    assert because in note
+    assert plan_memory(VllmLauncher(), found, *where)[1][1].level != "warning"
+    own = settings(trainer=sizes | {"checkpointing": "selective"})
+    assert checkpointing_default(VllmLauncher(), own, *where) == (own, "")
+    on_cpu: tuple[Any, ...] = (model, "cpu", "float32", "dense", where[-1])
+    assert checkpointing_default(VllmLauncher(), config, *on_cpu) == (config, "")
 
 
 def test_a_micro_batch_that_will_not_fit_is_a_warning(

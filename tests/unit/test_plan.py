@@ -107,12 +107,12 @@ def test_a_cpu_gets_smaller_micro_batches_unless_someone_sets_them() -> None:
         assert device_defaults(config, "cpu") == (config, [])
 
 
-def test_a_gpu_keeps_the_default_and_says_so() -> None:
+def test_a_gpu_measures_its_micro_batches_and_says_so() -> None:
     chosen, notes = device_defaults(trainer(num_threads=1), "cuda")
-    assert chosen.trainer.tokens_per_micro_batch == 4096
+    assert chosen.trainer.tokens_per_micro_batch == "auto"
     assert chosen.trainer.attention == "flex"
     assert notes == [
-        "trainer.tokens_per_micro_batch=4096: the default on a GPU",
+        "trainer.tokens_per_micro_batch=auto: the default on a GPU; the trainer measures how many fit",
         "trainer.attention=flex: the default on a GPU",
     ]
 

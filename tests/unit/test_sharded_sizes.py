@@ -14,6 +14,7 @@ from skylite.engine.vllm.memory import PROCESS, TENSOR_PARALLEL_BUFFERS, engine_
 from skylite.processes.gpus import Gpu
 from skylite.resources.gpu_memory_plan import divide_gpus, trainer_memory
 from skylite.resources.gpu_placement import GpuChoice
+from skylite.rollout.plan import device_defaults
 from tests.settings import load_config
 from tests.unit.doc_scripts import script
 from tests.unit.test_gpu_memory_plan import HIDDEN, INNER, KEYS, LAYERS, VOCAB, config, model
@@ -77,7 +78,7 @@ def test_the_documented_72b_fits_eight_gpus_of_80_gb(tmp_path: Path) -> None:
     page = Path(fit.PAGE).read_text(encoding="utf-8")
     command = next(line for line in page.replace("\\\n", "").splitlines() if "Qwen2.5-72B-Instruct" in line)
     recipe = Path(fit.PAGE).parents[2] / "recipes" / "gsm8k.toml"
-    settings = load_config(recipe, {}, re.findall(r"--set (\S+)", command))
+    settings, _ = device_defaults(load_config(recipe, {}, re.findall(r"--set (\S+)", command)), "cuda")
     sizes = model_sizes(model, settings.lora)
     trainer = trainer_memory(sizes, settings, "cuda", "bfloat16")
     size = settings.engine.tensor_parallel

@@ -41,11 +41,13 @@ class TrainerConfig(Section):
     """Trainer processes that torchrun starts; one per GPU."""
     tokens_per_micro_batch: Literal["auto"] | Annotated[int, Field(ge=16)] = 4096
     """Tokens per forward pass; shared prefixes count once, padding counts fully. auto: the most that fit,
-    measured at the start. Lower it if the trainer runs out of memory. Unless you set it: 4096 on a GPU, 2048
-    on a CPU."""
+    measured at the start, at most 65536. Lower it if the trainer runs out of memory. Unless you set it: auto
+    on a GPU, 2048 on a CPU."""
     checkpointing: Literal["none", "selective", "full"] = "selective"
     """Activations that backward recomputes to save memory. none; selective: the outputs of norms
-    and of act(gate) * up; full: everything but the inputs of the layers."""
+    and of act(gate) * up; full: everything but the inputs of the layers. Unless you set it: on a GPU the
+    first of them with which a micro-batch of 8192 tokens, or of the size you set, fits by the predicted
+    memory; selective on a CPU."""
     attention: Literal["sdpa", "flex"] = "sdpa"
     """Attention over a micro-batch's prefix tree. sdpa: one scaled_dot_product_attention per piece of the
     tree. flex: one FlexAttention call with a block mask (GPU only). Unless you set it: flex on a GPU, sdpa on

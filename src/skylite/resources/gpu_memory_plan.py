@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -55,6 +56,8 @@ SHARE_STEPS = 10_000
 """An engine's share of a GPU is a multiple of 1 / SHARE_STEPS."""
 MOST_TOKENS = 1 << 22
 """No micro-batch has more."""
+ENOUGH_TOKENS = 8192
+"""Of a micro-batch. Smaller ones leave a GPU waiting for the host."""
 CPU_HELPS = ("a smaller engine.kv_cache_gib", "fewer ranks or engines", "a smaller model")
 GPU_HELPS = (
     "a lower engine.gpu_memory_utilization", "more ranks, each on its own GPU (trainer.num_ranks)",
@@ -125,16 +128,89 @@ def plan_memory(
     placement: GpuChoice,
 ) -> tuple[MemoryPlan, list[Note]]:
     """Predict and divide the memory. Raises ConfigError if the run cannot fit on its GPUs."""
-    engine = NO_ENGINE
-    if config.engine.num_engines:
-        check_divisible(model_path, config.engine.tensor_parallel)
-        engine = launcher.memory(config, model_path, device, dtype, cpu_lora)
+    engine = _engine_memory(launcher, config, model_path, device, dtype, cpu_lora)
     sizes = model_sizes(model_path, config.lora, config.critic_lora)
     if device == "cpu":
         trainer = trainer_memory(sizes, config, "cpu", dtype)
         return MemoryPlan(), [cpu_note(config, trainer, engine, available_memory())]
     trainer = trainer_memory(sizes, config, "cuda", dtype)
     return divide_gpus(config, trainer, engine, placement, {gpu.index: gpu for gpu in visible_gpus()})
+
+
+def _engine_memory(
+    launcher: Launcher, config: TrainConfig, model_path: Path, device: str, dtype: str, cpu_lora: CpuLora
+) -> EngineMemory:
+    if not config.engine.num_engines:
+        return NO_ENGINE
+    check_divisible(model_path, config.engine.tensor_parallel)
+    return launcher.memory(config, model_path, device, dtype, cpu_lora)
+
+
+def checkpointing_default(
+    launcher: Launcher,
+    config: TrainConfig,
+    model_path: Path,
+    device: str,
+    dtype: str,
+    cpu_lora: CpuLora,
+    placement: GpuChoice,
+) -> tuple[TrainConfig, str]:
+    """On a GPU, the settings with trainer.checkpointing chosen by memory, and a note, unless someone set it.
+
+    `plan_memory` raises what is wrong, if anything is.
+    """
+    if device == "cpu" or "checkpointing" in config.trainer.model_fields_set:
+        return config, ""
+    engine = _engine_memory(launcher, config, model_path, device, dtype, cpu_lora)
+    sizes = model_sizes(model_path, config.lora, config.critic_lora)
+    gpus = {gpu.index: gpu for gpu in visible_gpus()}
+
+    def limit_of(candidate: TrainConfig, trainer: TrainerMemory) -> int | None:
+        return divide_gpus(candidate, trainer, engine, placement, gpus)[0].trainer_bytes
+
+    chosen = choose_checkpointing(config, sizes, dtype, limit_of)
+    name, tokens = chosen.trainer.checkpointing, enough_tokens(config)
+    fits = f"a micro-batch of {tokens} tokens fits with it and keeps most"
+    if name == "full":
+        fits = f"with less recomputation no micro-batch of {tokens} tokens fits"
+    return chosen, f"trainer.checkpointing={name}: {fits}, by the predicted memory"
+
+
+def choose_checkpointing(
+    config: TrainConfig,
+    sizes: ModelSizes,
+    dtype: str,
+    limit_of: Callable[[TrainConfig, TrainerMemory], int | None],
+) -> TrainConfig:
+    """The settings with the first of none, selective and full with which `enough_tokens` fit on a GPU.
+
+    `limit_of`: what a rank's tensors may take with these settings, None if the GPU's size is unknown; raises
+    ConfigError if the run cannot fit.
+    """
+    for name in ("none", "selective"):
+        candidate = _with_checkpointing(config, name)
+        trainer = trainer_memory(sizes, candidate, "cuda", dtype)
+        try:
+            limit = limit_of(candidate, trainer)
+        except ConfigError:
+            continue
+        if limit is None:
+            return _with_checkpointing(config, "selective")
+        if most_tokens(candidate, trainer, limit + trainer.process) >= enough_tokens(config):
+            return candidate
+    return _with_checkpointing(config, "full")
+
+
+def _with_checkpointing(config: TrainConfig, name: str) -> TrainConfig:
+    trainer = config.trainer.model_copy(update={"checkpointing": name})
+    return config.model_copy(update={"trainer": trainer})
+
+
+def enough_tokens(config: TrainConfig) -> int:
+    """Tokens of a micro-batch that must fit before more activations are kept: those of the setting, for
+    "auto" ENOUGH_TOKENS, and at least those of the longest trajectory."""
+    tokens = config.trainer.tokens_per_micro_batch
+    return max(ENOUGH_TOKENS if tokens == "auto" else tokens, config.max_sequence_tokens)
 
 
 def trainer_memory(sizes: ModelSizes, config: TrainConfig, device: Device, dtype: str) -> TrainerMemory:

@@ -48,7 +48,7 @@ from skylite.processes.hardware import (
 )
 from skylite.processes.own_network import check_network
 from skylite.processes.streams import raise_file_limit
-from skylite.resources.gpu_memory_plan import plan_memory
+from skylite.resources.gpu_memory_plan import checkpointing_default, plan_memory
 from skylite.resources.gpu_placement import place
 from skylite.rollout.prompt_check import clock_note, without
 from skylite.rollout.sources import ScoredData, Source, source_for
@@ -129,7 +129,7 @@ def plan_run(
         *adapter_notes,
         *(length_note, *device_notes),
     )
-    placement, memory, notes = choose_placement(config, model, launcher, notes)
+    config, placement, memory, notes = choose_placement(config, model, launcher, notes)
     resolved = Resolved(
         model=_model_files(model, template),
         placement=placement,
@@ -215,8 +215,8 @@ def choose_model(config: TrainConfig, launcher: Launcher) -> ResolvedModel:
 
 def choose_placement(
     config: TrainConfig, model: ResolvedModel, launcher: Launcher, notes: Sequence[Note]
-) -> tuple[Placement, MemoryPlan, list[Note]]:
-    """Choose dtype, GPUs and memory; add a note on each choice. Raises SkyliteError."""
+) -> tuple[TrainConfig, Placement, MemoryPlan, list[Note]]:
+    """Choose dtype, GPUs, checkpointing and memory; add a note on each choice. Raises SkyliteError."""
     device = choose_device()
     bf16_reason = launcher.bf16_reason(model.path, device) if config.engine.num_engines else ""
     dtype, dtype_note = choose_dtype(config.model.dtype, device, bf16_reason=bf16_reason)
@@ -232,7 +232,9 @@ def choose_placement(
             launcher.check_model(model.path, device, config.lora.max_rank, config.lora),
             *launcher.notes(config, device, dtype, cpu_lora),
         ]
-    memory, memory_notes = plan_memory(launcher, config, model.path, device, dtype, cpu_lora, gpus)
+    where = (model.path, device, dtype, cpu_lora, gpus)
+    config, checkpointing_note = checkpointing_default(launcher, config, *where)
+    memory, memory_notes = plan_memory(launcher, config, *where)
     notes = notes_of(
         *notes,
         why_no_gpu() if device == "cpu" else None,
@@ -244,6 +246,7 @@ def choose_placement(
         *target_notes,
         triton_note(device),
         *of_engines,
+        checkpointing_note,
         *memory_notes,
     )
     if config.lora.from_adapter is not None:
@@ -255,7 +258,7 @@ def choose_placement(
         rank_gpus=gpus.rank_gpus,
         engine_gpus=gpus.engine_gpus,
     )
-    return placement, memory, notes
+    return config, placement, memory, notes
 
 
 CPU_MICRO_BATCH_TOKENS = 2048
@@ -281,7 +284,8 @@ def device_defaults(config: TrainConfig, device: Device) -> tuple[TrainConfig, l
     """Values for the device where nobody set one, with a note on each."""
     trainer, update, notes = config.trainer, dict[str, Any](), list[str]()
     if "tokens_per_micro_batch" not in trainer.model_fields_set:
-        tokens, reason = trainer.tokens_per_micro_batch, "the default on a GPU"
+        tokens: int | str = "auto"
+        reason = "the default on a GPU; the trainer measures how many fit"
         if device == "cpu":
             tokens, reason = CPU_MICRO_BATCH_TOKENS, "larger ones are slower on a CPU and need more memory"
         update["tokens_per_micro_batch"] = tokens
