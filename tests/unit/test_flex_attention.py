@@ -141,6 +141,17 @@ def test_torch_compiles_one_graph_for_each_way_of_a_pass(kind: str, graphs: list
     assert len(graphs) == (6 if has_mask else 3)
 
 
+def test_a_softcap_is_a_constant_of_the_graph(graphs: list[fx.GraphModule]) -> None:
+    """Dynamic shapes would make a symbol of it, which Inductor cannot lower."""
+    layout = layout_of(random.Random(0), 30)
+    inputs = random_inputs(layout, "softcap", torch.float32, grad=False)
+    module.flex_tree_attention(*inputs, layout, score_settings("softcap"))
+    changes: Any = graphs[0].score_mod_0
+    captured = [n for n in changes.graph.nodes if n.op == "placeholder"][5:]  # after score and four indices
+    assert not captured
+    assert not torch._dynamo.config.specialize_float, "it stays as it was for others"
+
+
 def test_more_graphs_than_allowed_are_an_error(
     graphs: list[fx.GraphModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,6 @@ from skylite.model.tree_attention import ScoreSettings, TreeLayout, tree_layout
 from skylite.trainer.micro_batches import pack
 from skylite.trainer.trainer import make_algorithm
 from tests.cases import gradients_after_step, policy_of, table_of
-from tests.fake_gpu.compiler import has_compiler
 from tests.model_masks import MASKS, sees
 from tests.rows import random_samples
 from tests.small_run import settings
@@ -221,16 +220,3 @@ def test_short_batches_do_not_use_flex_decoding(monkeypatch: pytest.MonkeyPatch)
     operation = torch.ops.higher_order.flex_attention
     options = [a for g in graphs for n in g.graph.nodes if n.target is operation for a in n.args]
     assert [a["BACKEND"] for a in options if isinstance(a, dict)] == ["TRITON"]
-
-
-@pytest.mark.skipif(not has_compiler(), reason="Inductor needs a C++ compiler")
-def test_a_softcap_compiles_with_dynamic_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "flex_attention", module._compiled())
-    shape = ScoreSettings(0.25, None, 5.0)
-    for length in (40, 50):
-        inputs, layout = random_inputs(3 * length), layout_of(length)
-        with torch.no_grad():
-            out = module.flex_tree_attention(*inputs, layout, shape)
-            expected = tree_attention.tree_attention(*inputs, layout, shape)
-        assert torch.allclose(out, expected, atol=1e-5)
-    assert not torch._dynamo.config.specialize_float, "it stays as it was for others"
