@@ -11,7 +11,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from skylite.adapters.import_adapter import adopt_adapter, copy_warm_start
+from skylite.adapters.import_adapter import adopt_adapter, copy_warm_start, read_warm_start
+from skylite.export.weights import equalise_ranks
 from skylite.model.policy import load_policy
 from skylite.run.run_dir import RunDir
 from skylite.trainer.publish_adapter import adapter_tensors
@@ -58,3 +59,18 @@ def test_patterns_give_each_module_its_rank_and_scale(tiny_llama: Path, tmp_path
     layer = model.get_base_model().model.layers[1]
     scales = {n: getattr(layer.self_attn, f"{n}_proj").scaling["default"] for n in "qko"}
     assert scales == pytest.approx({"q": 8 / 4**0.5, "k": 30 / 6**0.5, "o": 1 / 4**0.5})
+
+
+@pytest.mark.parametrize("name", [name for name, lora in FORMS.items() if "pattern" in str(lora)])
+def test_an_export_without_patterns_computes_the_same(name: str, tiny_llama: Path, tmp_path: Path) -> None:
+    adapter, logprobs = publish(name, tiny_llama, tmp_path / "adapters")
+    lora = read_warm_start(adapter)
+    equalise_ranks(adapter / "adapter_model.safetensors", lora)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    plain: dict[str, object] = {"r": lora.max_rank, "lora_alpha": lora.max_rank, "use_rslora": False}
+    plain |= {"rank_pattern": {}, "alpha_pattern": {}}
+    (adapter / "adapter_config.json").write_text(json.dumps(config | plain))
+    (adapter / "manifest.json").unlink()
+    assert {*read_warm_start(adapter).rank_pattern} == set(), "all matrices have the highest rank"
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_llama), str(adapter)).eval()
+    assert difference(logprobs, model) < 1e-5

@@ -96,6 +96,12 @@ class WarmStart:
         """The highest rank of a module."""
         return max([self.rank, *self.rank_pattern.values()])
 
+    def scale_of(self, path: str) -> float:
+        """What multiplies B A x of the module at `path`."""
+        rank = pattern_value(self.rank_pattern, path, self.rank)
+        alpha = pattern_value(self.alpha_pattern, path, self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
 
 def adopt_adapter(
     config: TrainConfig, chosen: Collection[str], model_path: Path
@@ -181,7 +187,7 @@ def read_warm_start(folder: Path) -> WarmStart:
     peft, tensors = _plain_lora(folder), tensor_shapes_of(folder)
     shapes, saved = _lora_shapes(folder, tensors)
     for name, shape in shapes.items():
-        rank, expected = _rank_of(name, shape), pattern_value(peft["rank_pattern"], _path_of(name), peft["r"])
+        rank, expected = _rank_of(name, shape), pattern_value(peft["rank_pattern"], path_of(name), peft["r"])
         if rank != expected:
             raise ModelError(
                 f"{folder} has {name} of rank {rank}, but its {CONFIG} says {expected}.",
@@ -288,7 +294,7 @@ def _adapted_paths(found: WarmStart, model_path: Path) -> set[str]:
         )
     adapted, shapes = set(), text_shapes(model_path)
     for name, shape in found.shapes.items():
-        path, is_a = _path_of(name), _is_a(name)
+        path, side = path_of(name), 1 if is_a(name) else 0
         if path.rpartition(".")[2] in LM_HEADS:
             raise ModelError(
                 f"The adapter {found.folder} has LoRA on the LM head ({path}), which engines leave out of "
@@ -302,7 +308,7 @@ def _adapted_paths(found: WarmStart, model_path: Path) -> set[str]:
                 f"The adapter {found.folder} changes {path}, which {model_path.name} does not have.",
                 "Set --model to the adapter's own base model.",
             )
-        if shape[1 if is_a else 0] not in weight:
+        if shape[side] not in weight:
             raise ModelError(
                 f"The adapter {found.folder} has {name} {shape}, and that module of {model_path.name} is "
                 f"{weight}.",
@@ -421,20 +427,20 @@ def _lora_shapes(
     return shapes, saved
 
 
-def _path_of(matrix: str) -> str:
+def path_of(matrix: str) -> str:
     """The path of the module in the base."""
     match = MATRIX.fullmatch(matrix)
     assert match is not None, "the names were read with it"
     return match["path"].removeprefix(PREFIX)
 
 
-def _is_a(matrix: str) -> bool:
+def is_a(matrix: str) -> bool:
     match = MATRIX.fullmatch(matrix)
     return match is not None and match["side"] == "A"
 
 
 def _rank_of(name: str, shape: Sequence[int]) -> int:
-    return shape[0 if _is_a(name) else 1]
+    return shape[0 if is_a(name) else 1]
 
 
 def _format_value(value: Any) -> str:

@@ -76,8 +76,8 @@ def shown_base(plan: ExportPlan) -> str:
 
 
 def use(plan: ExportPlan) -> str:
-    rank = plan.manifest.rank
-    reserved = served_rank(plan.run_config.config.lora.max_rank)
+    rank = plan.run_config.config.lora.max_rank
+    reserved = served_rank(rank)
     if plan.gguf and not plan.merge:
         return f"```bash\nllama-cli -m {plan.name}-{plan.dtype}.gguf\n```"
     wrapper = is_wrapper(read_config(plan.base.path))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skylite.adapters.import_adapter import CONFIG, read_warm_start
+from skylite.adapters.import_adapter import CONFIG, WarmStart, is_a, path_of, read_warm_start
 from skylite.adapters.tensor_file import WEIGHTS
 from skylite.data.chat_tokenizer import ChatTemplate, run_template
 from skylite.errors import ModelError
@@ -55,7 +55,10 @@ def export_weights(plan: ExportPlan, folder: Path) -> list[Check]:
 
 
 def write_adapter(plan: ExportPlan, folder: Path, base_name: str) -> None:
-    """Write a PEFT folder with the tokenizer: a copy of the weights, and a configuration of plain LoRA."""
+    """Write a PEFT folder with the tokenizer: a copy of the weights, and a configuration of plain LoRA.
+
+    Of an adapter with patterns, matrices of one rank.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(adapter_weights(plan), folder / WEIGHTS)
     if (found := sha256_file(folder / WEIGHTS)) != plan.manifest.weights_sha256:
@@ -65,23 +68,44 @@ def write_adapter(plan: ExportPlan, folder: Path, base_name: str) -> None:
             "The adapter changed during the export, or the disk failed; export again.",
         )
     lora = read_warm_start(plan.served.adapter.path)
+    if lora.rank_pattern or lora.alpha_pattern:
+        equalise_ranks(folder / WEIGHTS, lora)
+        rank, alpha, use_rslora = lora.max_rank, float(lora.max_rank), False
+    else:
+        rank, alpha, use_rslora = lora.rank, lora.alpha, lora.use_rslora
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         "revision": None if plan.is_base_local else plan.run_config.resolved.model.revision,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "r": rank,
+        "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "use_rslora": lora.use_rslora,
-        "rank_pattern": lora.rank_pattern,
-        "alpha_pattern": lora.alpha_pattern,
+        "use_rslora": use_rslora,
         "target_modules": sorted(plan.manifest.target_modules),
         "bias": "none",
         "inference_mode": True,
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     copy_prompt_files(plan, folder)
+
+
+def equalise_ranks(file: Path, lora: WarmStart) -> None:
+    """Pad every matrix with zeros to the highest rank, and multiply each B by its module's scale, in float32.
+
+    Many engines ignore rank_pattern and alpha_pattern. With alpha = rank this computes the same.
+    """
+    from safetensors.torch import load_file, save_file
+    from torch.nn.functional import pad
+
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        if is_a(name):
+            tensors[name] = pad(tensor, (0, 0, 0, lora.max_rank - tensor.shape[0]))
+        else:
+            scaled = tensor.float() * lora.scale_of(path_of(name))
+            tensors[name] = pad(scaled, (0, lora.max_rank - tensor.shape[1]))
+    save_file(tensors, file, {"format": "pt"})
 
 
 def copy_prompt_files(plan: ExportPlan, folder: Path) -> None:
