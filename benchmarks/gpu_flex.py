@@ -259,14 +259,16 @@ def time_option(heads: str, option: str) -> dict[str, Any]:
     leaves = [x.detach().requires_grad_() for x in inputs]
     with using(option) if option != "sdpa" else nullcontext():
         query, key, value = leaves
-        out = attention(query, key, value, layout, settings)
         forward = milliseconds(lambda: attention(query, key, value, layout, settings))
-        backward = milliseconds(lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True))
+        # A compiled backward frees what its forward kept, so that each needs a forward of its own.
+        both = milliseconds(
+            lambda: torch.autograd.grad(attention(query, key, value, layout, settings), leaves, gradient)
+        )
     once = sum(x.nbytes for x in inputs) + gradient.nbytes
     multiply_adds = pairs * inputs[0].shape[1] * inputs[0].shape[-1]
     row: dict[str, Any] = {"nodes": gradient.shape[1], "visible_pairs": pairs}
     # Two products of the forward; five of the backward, which reads all and writes three of them.
-    for name, ms, products, reads in (("forward", forward, 2, 1), ("backward", backward, 5, 2)):
+    for name, ms, products, reads in (("forward", forward, 2, 1), ("backward", both - forward, 5, 2)):
         row[f"{name}_ms"] = round(ms, 3)
         row[f"{name}_tflops"] = round(2 * products * multiply_adds / ms / 1e9, 1)
         row[f"{name}_gb_per_s"] = round(reads * once / ms / 1e6)
@@ -288,8 +290,12 @@ def milliseconds(run: Callable[[], Any]) -> float:
     return float(statistics.median(a.elapsed_time(b) for a, b in pairwise(marks)))
 
 
-def tasks() -> Iterator[tuple[str, str, Callable[..., dict[str, Any]], tuple[Any, ...]]]:
-    """Part, name, function and arguments, the most valuable first."""
+Task = tuple[str, str, Callable[..., dict[str, Any]], tuple[Any, ...]]
+"""Part, name, function and arguments."""
+
+
+def tasks() -> Iterator[Task]:
+    """The most valuable first."""
     for family in FAMILIES[:4]:
         yield "models", f"{family} float32", compare_model, (family, "float32")
     for option in list(OPTIONS)[:4]:
@@ -307,13 +313,17 @@ def tasks() -> Iterator[tuple[str, str, Callable[..., dict[str, Any]], tuple[Any
         yield "compared", f"32/8 D128 {option}", compile_option, ("32/8 D128", option)
 
 
-def run_tasks(results: Results, until: float, dry_run: bool) -> list[tuple[str, str]]:
-    """Run the tasks in processes until `until` seconds are left. Returns the options that were compiled."""
+def run_tasks(results: Results, until: float, dry_run: bool, parts: list[str]) -> list[tuple[str, str]]:
+    """Run the tasks of these parts in processes until `until` seconds are left.
+
+    Returns the options that were compiled.
+    """
     compiled = list[tuple[str, str]]()
     pool = ProcessPoolExecutor(2 if dry_run else PROCESSES, mp_context=get_context("spawn"))
     waiting: dict[Future[dict[str, Any]], tuple[str, str, tuple[Any, ...]]] = {
         pool.submit(attempted, function, *args, dry_run): (part, name, args)
         for part, name, function, args in tasks()
+        if part in parts
     }
     processes = list(pool._processes.values())
     while waiting and results.left() > until:
@@ -339,12 +349,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the results, as JSON")
     parser.add_argument("--until", type=float, default=180.0, help="seconds for all")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU")
+    parser.add_argument("--parts", nargs="+", default=["models", "compared"], help="timed follows compared")
     args = parser.parse_args()
     # The processes are about as many as the cores.
     os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     results = Results(args.out, args.until)
     results.rows["machine"] = machine_info()
-    compiled = run_tasks(results, 0.0 if args.dry_run else 0.3 * args.until, args.dry_run)
+    compiled = run_tasks(results, 0.0 if args.dry_run else 0.3 * args.until, args.dry_run, args.parts)
     if args.dry_run:
         return
     order: Mapping[str, list[str]] = {h: [o for o in OPTIONS if (h, o) in compiled] for h in HEADS}

@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-0.5b")
     parser.add_argument("--micro", type=int, default=8, help="TRL's per_device_train_batch_size")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds of each side")
+    parser.add_argument("--only", nargs="+", choices=["skylite", "trl"], help="run one side alone")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--side", choices=["skylite", "trl"], help=argparse.SUPPRESS)
@@ -46,13 +47,13 @@ def main() -> None:
         print("\n" + json.dumps((skylite_side if args.side == "skylite" else trl_side)(args)))
         return
     result: dict[str, Any] = {"shape": args.shape, "micro": args.micro}
-    for side in ("skylite", "trl"):
+    for side in args.only or ("skylite", "trl"):
         result[side] = in_own_process(args, side, [])
         if "OutOfMemoryError" in result[side].get("failed", ""):
             result[f"{side}, without checkpointing"] = result[side]
             result[side] = in_own_process(args, side, ["--checkpointing"])
         print(side, json.dumps(result[side]), flush=True)
-    seconds = [result[side].get("median_s") for side in ("skylite", "trl")]
+    seconds = [result.get(side, {}).get("median_s") for side in ("skylite", "trl")]
     if all(seconds):
         result["trl_over_skylite"] = round(seconds[1] / seconds[0], 2)
     if args.out:

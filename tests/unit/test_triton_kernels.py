@@ -102,7 +102,7 @@ def launches() -> dict[str, tuple[str, int, dict[str, Any]]]:
         rotary |= {"TRANSPOSED": True, "ROWS": kernels.TILE // 2 // half, "BLOCK": half}
         made[f"rotary {half}"] = "_rotate", 4, rotary
     tile = {"LANES": kernels.LOGITS_LANES, "STEPS": kernels.LOGITS_STEPS}
-    made["logprobs"] = "_token_logprobs", 8, HEAD | {"LOGPROBS": FLOAT} | tile
+    made["logprobs"] = "_token_logprobs", 4, HEAD | {"LOGPROBS": FLOAT} | tile
     upstream = {"GLOGPROBS": FLOAT, "GENTROPIES": None, "BLOCK": kernels.LOGITS_BLOCK}
     made["logits' gradient"] = "_logits_gradient", 8, HEAD | upstream
     return made

@@ -21,8 +21,8 @@ from skylite.model.activation_checkpointing import with_recompute_fn
 TILE = 4096
 """Elements of a program's tile in the kernels over rows: enough loads in flight to use all bandwidth."""
 GATED_BLOCK = 2048
-LOGITS_LANES, LOGITS_STEPS = 2048, 4
-LOGITS_BLOCK = 2048
+LOGITS_LANES, LOGITS_STEPS = 1024, 8
+LOGITS_BLOCK = 4096
 LOWEST = tl.constexpr(-1.0e30)
 """Stands for -inf, whose differences are not numbers."""
 
@@ -191,7 +191,7 @@ def token_logprobs(
     num_rows, vocab = logits.shape
     _token_logprobs[(num_rows,)](
         logits, first, targets, logprobs, normalizers, entropies, start, vocab, 1 / temperature,
-        LANES=LOGITS_LANES, STEPS=LOGITS_STEPS, num_warps=8,
+        LANES=LOGITS_LANES, STEPS=LOGITS_STEPS, num_warps=4,
     )  # fmt: skip
 
 
