@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from skylite.cli.train_defaults import find_recipe
 from skylite.config.train import TrainConfig
 from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError
@@ -16,7 +17,9 @@ from skylite.notes import Note, log_notes
 from skylite.resources import gpu_memory_plan
 from skylite.resources.gpu_memory_plan import checkpointing_default, plan_memory
 from skylite.resources.gpu_placement import place
+from skylite.rollout.plan import device_defaults
 from tests.fakes.launcher import FakeLauncher
+from tests.settings import load_config
 from tests.unit.doc_scripts import script
 from tests.unit.gpu_cases import Machine
 
@@ -73,6 +76,31 @@ def test_the_least_recomputation_with_which_a_micro_batch_fits_is_chosen(
     assert checkpointing_default(VllmLauncher(), own, *where) == (own, "")
     on_cpu: tuple[Any, ...] = (model, "cpu", "float32", "dense", where[-1])
     assert checkpointing_default(VllmLauncher(), config, *on_cpu) == (config, "")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [
+        ("gsm8k", "0.5B"),
+        ("own_data", "0.5B"),
+        ("gsm8k_1_5b", "1.5B"),
+        ("gsm8k_qwen3_4b", "7B"),  # larger than Qwen3-4B in all sizes but the heads'
+        ("gsm8k_7b", "7B"),
+    ],
+)
+def test_the_recipes_for_one_gpu_fit_80_gb(machine: Machine, tmp_path: Path, recipe: str, shape: str) -> None:
+    machine.lists(H100)
+    machine.has_torch()
+    model = script("generate_gpu_fit").write_shapes(tmp_path, shape)
+    config, _ = device_defaults(load_config(find_recipe(recipe), {}), "cuda")
+    where: tuple[Any, ...] = (model, "cuda", "bfloat16", "dense", place(config, "cuda"))
+    config, _ = checkpointing_default(VllmLauncher(), config, *where)
+    assert config.trainer.checkpointing in ("none", "selective")
+    memory, notes = plan_memory(VllmLauncher(), config, *where)
+    assert not [note for note in notes if note.is_warning]
+    assert memory.trainer_bytes
+    held = int(re.search(r"for (\d+) tokens\)", str(notes[0]))[1])  # type: ignore[index]
+    assert held >= 64 * config.max_sequence_tokens, "of 64 sequences at once, all of the longest length"
 
 
 def test_a_micro_batch_that_will_not_fit_is_a_warning(
