@@ -25,7 +25,9 @@ from skylite.resources.gpu_memory_plan import (
     HEAD_BLOCK_ROWS,
     HEAD_BLOCK_VOCAB,
     HEAD_CHUNK,
+    decode_whole_steps,
     kv_cache_bytes,
+    most_tokens,
     plan_memory,
     trainer_memory,
 )
@@ -182,7 +184,7 @@ def test_engine_and_trainer_together_fit_the_gpu(machine: Machine, tmp_path: Pat
     folder = model(tmp_path / "m", 40)
     budget, notes = plan(machine, [H200] * gpus, folder, settings)
     sizes = model_sizes(folder, settings.lora)
-    engine = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
+    engine = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=1, cpu_lora="dense")
     trainer = trainer_memory(sizes, settings, "cuda", "bfloat16")
     assert budget.kv_cache_bytes is not None
     assert budget.trainer_bytes is not None
@@ -197,7 +199,7 @@ def test_one_sequence_fits_beside_the_block_that_vllm_holds_back(tmp_path: Path)
     """vLLM refuses to start with a smaller cache. 200 tokens are 4 blocks of 64, and another."""
     settings = config(engine={"max_num_seqs": 1, "gpu_memory_utilization": 0.5})
     sizes = model_sizes(model(tmp_path / "m"), settings.lora)
-    predicted = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
+    predicted = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=1, cpu_lora="dense")
     engine = dataclasses.replace(predicted, kv_per_token=MIB)
     needed = 5 * 64 * MIB
     assert kv_cache_bytes(settings, engine, 2 * (engine.before_kv() + needed)) == needed
@@ -253,7 +255,7 @@ def test_the_kv_cache_gets_what_is_left_of_a_small_share(machine: Machine, tmp_p
     folder = model(tmp_path / "m", 40)
     budget, _ = plan(machine, [H200], folder, settings)
     engine = engine_memory(
-        model_sizes(folder, settings.lora), settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense"
+        model_sizes(folder, settings.lora), settings, "cuda", "bfloat16", max_loras=1, cpu_lora="dense"
     )
     assert budget.kv_cache_bytes == int(0.035 * TOTAL) - engine.before_kv()
 
@@ -293,10 +295,93 @@ def test_a_gpu_of_unknown_size_has_no_budget(machine: Machine, tmp_path: Path) -
     assert str(notes[0]).startswith("warning: memory: nvidia-smi does not tell the size of a GPU")
 
 
+@pytest.mark.parametrize(
+    ("prompts", "engine", "most"),
+    [
+        (16, {}, 128),
+        (32, {}, 256),
+        (33, {"num_engines": 2}, 132),
+        (100, {}, 512),
+        (100, {"max_num_seqs": 200}, 200),
+    ],
+)
+def test_an_engine_decodes_whole_steps_at_once(
+    machine: Machine, tmp_path: Path, prompts: int, engine: dict[str, Any], most: int
+) -> None:
+    chosen, note = more_sequences(machine, model(tmp_path / "m", 20), prompts, engine)
+    assert chosen.engine.max_num_seqs == most
+    assert note.startswith(f"engine.max_num_seqs={most}: ") == (most > 128 and not engine.get("max_num_seqs"))
+
+
+@pytest.mark.parametrize(("held", "most"), [(160, 160), (129, 129), (128, 128), (100, 128), (-10, 128)])
+def test_no_more_sequences_than_the_kv_cache_holds(
+    machine: Machine, tmp_path: Path, held: int, most: int
+) -> None:
+    """256 sequences a step. Less than nothing is left: the plan itself refuses the run."""
+    folder = model(tmp_path / "m", 20)
+    memory = VllmLauncher().memory(config(engine={"max_num_seqs": 256}), folder, "cuda", "bfloat16", "dense")
+    # 1,000 tokens are 16 blocks of 64; one byte for the rounding of the share.
+    share = (memory.before_kv() + (held * 16 + 1) * 64 * memory.kv_per_token + 1) / TOTAL
+    chosen, _ = more_sequences(machine, folder, 32, {"gpu_memory_utilization": share})
+    assert chosen.engine.max_num_seqs == most
+
+
+def test_the_trainer_keeps_memory_for_its_micro_batches(machine: Machine, tmp_path: Path) -> None:
+    """On one GPU, where a larger KV cache takes from the trainer."""
+    folder, rollout = model(tmp_path / "m", 40), {"prompts_per_step": 64, "group_size": 8}
+    rollout |= {"max_prompt_tokens": 1000, "max_completion_tokens": 2000}
+
+    def fitting(sequences: int) -> int:
+        settings = config(rollout=rollout, engine={"max_num_seqs": sequences})
+        trainer = trainer_memory(model_sizes(folder, settings.lora), settings, "cuda", "bfloat16")
+        left = plan(machine, [H200], folder, settings)[0].trainer_bytes
+        assert left is not None
+        return most_tokens(settings, trainer, left + trainer.process)
+
+    def chosen(tokens: int) -> int:
+        settings = config(rollout=rollout, trainer={"tokens_per_micro_batch": tokens})
+        gpus = place(settings, "cuda")
+        raised, _ = decode_whole_steps(VllmLauncher(), settings, folder, "cuda", "bfloat16", "dense", gpus)
+        return raised.engine.max_num_seqs
+
+    assert fitting(512) < fitting(128)
+    assert [chosen(fitting(512)), chosen(fitting(512) + 1)] == [512, 128]
+
+
+def more_sequences(
+    machine: Machine, folder: Path, prompts: int, engine: dict[str, Any]
+) -> tuple[TrainConfig, str]:
+    """decode_whole_steps with 8 sequences of 1,000 tokens for each prompt, on two GPUs."""
+    rollout = {"prompts_per_step": prompts, "group_size": 8, "max_prompt_tokens": 800}
+    settings = config(rollout=rollout | {"max_completion_tokens": 200}, engine=engine)
+    machine.lists(H200, H200)
+    machine.has_torch()
+    gpus = place(settings, "cuda")
+    return decode_whole_steps(VllmLauncher(), settings, folder, "cuda", "bfloat16", "dense", gpus)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_engine_has_a_slot_for_each_version_that_is_sampled(staleness: int, tmp_path: Path) -> None:
+    """And memory for one more, which vLLM keeps outside of its slots."""
+    settings = config(rollout={"max_staleness": staleness})
+    folder = model(tmp_path / "m")
+    resolved = changed(RESOLVED, model={"path": folder})
+    run_config = RunConfig(skylite_version="1", config=settings, resolved=resolved)
+    command = VllmLauncher().command(engine_spec(run_config, ["q_proj"], 0, tmp_path))
+    slots, loaded = (int(command[command.index(f) + 1]) for f in ("--max-loras", "--max-cpu-loras"))
+    assert (slots, loaded) == (1 + staleness, 2 + staleness)
+    memory = VllmLauncher().memory(settings, folder, "cuda", "bfloat16", "dense")
+    of_one = engine_memory(
+        model_sizes(folder, settings.lora), settings, "cuda", "bfloat16", max_loras=1, cpu_lora="dense"
+    )
+    assert memory.lora_slots == slots * of_one.lora_slots
+
+
 def test_vllm_is_started_with_the_budget(machine: Machine, tmp_path: Path) -> None:
     machine.lists(H200)
     assert visible_gpus()
-    resolved = changed(RESOLVED, memory={"kv_cache_bytes": 123456789, "engine_share": 0.0123})
+    memory = {"kv_cache_bytes": 123456789, "engine_share": 0.0123}
+    resolved = changed(RESOLVED, memory=memory, model={"path": model(tmp_path / "m")})
     run_config = RunConfig(skylite_version="1", config=config(), resolved=resolved)
     command = VllmLauncher().command(engine_spec(run_config, ["q_proj"], 0, tmp_path))
     assert command[command.index("--kv-cache-memory-bytes") + 1] == "123456789"

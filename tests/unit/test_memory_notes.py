@@ -112,7 +112,7 @@ def test_a_micro_batch_that_will_not_fit_is_a_warning(
     assert re.fullmatch(
         r"warning: memory of a rank: about 8\d\.\d GiB of \d\d\.\d GiB at 16384 tokens per micro-batch "
         r"\(weights 14\.2 GiB, .*\), up to .* GiB if many completions are short, so a step may run out of "
-        r"memory; skylite then halves its micro-batches. Set trainer\.tokens_per_micro_batch=5000, which "
+        r"memory; skylite then halves its micro-batches. Set trainer\.tokens_per_micro_batch=5100, which "
         r"fits at all lengths of completions, or auto, which measures",
         note,
     ), note

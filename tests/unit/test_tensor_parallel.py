@@ -182,7 +182,7 @@ def test_ranks_and_a_divided_engine_share_their_gpus(machine: Machine, tmp_path:
     placement = place(settings, "cuda")
     budget, notes = plan_memory(VllmLauncher(), settings, folder, "cuda", "bfloat16", "dense", placement)
     sizes = model_sizes(folder, settings.lora)
-    engine = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
+    engine = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=1, cpu_lora="dense")
     assert budget.kv_cache_bytes == (128 * 4 + 1) * 64 * engine.kv_per_token, "blocks of 64 tokens"
     assert budget.trainer_bytes is not None
     assert budget.trainer_bytes + (1 << 30) == FREE - engine.before_kv() - budget.kv_cache_bytes

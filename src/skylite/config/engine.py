@@ -32,7 +32,8 @@ class EngineConfig(Section):
     kv_cache_gib: float = Field(2.0, gt=0)
     """Size of the KV cache in GiB (CPU only)."""
     max_num_seqs: int = Field(128, ge=1)
-    """Maximum sequences that one engine decodes at once."""
+    """Maximum sequences that one engine decodes at once. Unless you set it: on a GPU all of a step,
+    if these are more, as far as the KV cache holds them, up to 512."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Seconds for an engine to start. Raise it for large models on slow disks."""
     stall_timeout_s: float = Field(60.0, gt=0)

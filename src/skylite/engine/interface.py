@@ -21,8 +21,15 @@ from skylite.types import Call
 
 BASE_NAME = "base"
 """Served name of the model without an adapter."""
-MAX_LORAS = 2
-"""Adapters that a run serves at once: version k, and k + 1 while requests for k are in flight."""
+
+
+def served_versions(config: TrainConfig) -> int:
+    """Versions that a run samples from at once: k, and when it samples ahead k + 1 beside requests for k.
+
+    On-policy no request for k is left when k + 1 is loaded. An engine holds one adapter more than it samples
+    from at once, so a restarted one can load both.
+    """
+    return 1 + config.rollout.max_staleness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +114,10 @@ class EngineMemory:
     def kv_cache(self, tokens: int, sequences: int = 1) -> int:
         """For sequences of so many tokens: each has full blocks, and an engine holds one for itself."""
         return (sequences * -(-tokens // self.block_size) + 1) * self.block_size * self.kv_per_token
+
+    def sequences(self, kv_cache: float, tokens: int) -> int:
+        """Sequences of so many tokens that a KV cache of so many bytes holds."""
+        return (int(kv_cache) // (self.block_size * self.kv_per_token) - 1) // -(-tokens // self.block_size)
 
     def longest(self, kv_cache: float) -> int:
         """Tokens of the longest sequence that a KV cache of so many bytes holds."""

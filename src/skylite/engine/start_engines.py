@@ -15,7 +15,7 @@ from skylite.config.loading import change_config
 from skylite.config.provenance import Provenance
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.connections import Address
-from skylite.engine.interface import MAX_LORAS, Engine, EngineSpec, Launcher
+from skylite.engine.interface import Engine, EngineSpec, Launcher, served_versions
 from skylite.engine.model_limits import check_context
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.tensor_parallel import SETTING, check_divisible, check_machine
@@ -125,7 +125,7 @@ def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, so
         address=Address.of_socket(sockets / f"{name}.sock"),
         lora_rank=config.lora.max_rank,
         target_modules=target_modules,
-        max_loras=MAX_LORAS,
+        max_loras=served_versions(config),
         max_model_len=config.max_sequence_tokens,
         max_num_seqs=config.engine.max_num_seqs,
         kv_cache_gib=config.engine.kv_cache_gib,

@@ -58,6 +58,8 @@ MOST_TOKENS = 1 << 22
 """No micro-batch has more."""
 ENOUGH_TOKENS = 8192
 """Of a micro-batch. Smaller ones leave a GPU waiting for the host."""
+MOST_SEQUENCES = 512
+"""Largest engine.max_num_seqs that skylite chooses: the most sequences that vLLM decodes in a CUDA graph."""
 CPU_HELPS = ("a smaller engine.kv_cache_gib", "fewer ranks or engines", "a smaller model")
 GPU_HELPS = (
     "a lower engine.gpu_memory_utilization", "more ranks, each on its own GPU (trainer.num_ranks)",
@@ -211,6 +213,50 @@ def enough_tokens(config: TrainConfig) -> int:
     "auto" ENOUGH_TOKENS, and at least those of the longest trajectory."""
     tokens = config.trainer.tokens_per_micro_batch
     return max(ENOUGH_TOKENS if tokens == "auto" else tokens, config.max_sequence_tokens)
+
+
+def decode_whole_steps(
+    launcher: Launcher,
+    config: TrainConfig,
+    model_path: Path,
+    device: str,
+    dtype: str,
+    cpu_lora: CpuLora,
+    placement: GpuChoice,
+) -> tuple[TrainConfig, str]:
+    """On a GPU, raise engine.max_num_seqs to all sequences of a step, with a note, unless someone set it.
+
+    Or to as many of the longest as the KV cache holds, if these are more than the default. `enough_tokens` of
+    the trainer must still fit. vLLM would take more sequences, but compute some of them twice.
+    """
+    engines, default = config.engine.num_engines, config.engine.max_num_seqs
+    step = math.ceil(config.rollout.prompts_per_step * config.rollout.group_size / max(1, engines))
+    is_set = "max_num_seqs" in config.engine.model_fields_set
+    if device == "cpu" or not engines or step <= default or is_set:
+        return config, ""
+    raised, where = _with_sequences(config, min(step, MOST_SEQUENCES)), (model_path, device, dtype, cpu_lora)
+    try:
+        plan, _ = plan_memory(launcher, raised, *where, placement)
+    except ConfigError:  # the plan without more sequences may fit, or says why not
+        return config, ""
+    if plan.kv_cache_bytes is None or plan.trainer_bytes is None:
+        return config, ""
+    engine = _engine_memory(launcher, raised, *where)
+    held = engine.sequences(plan.kv_cache_bytes, config.max_sequence_tokens)
+    trainer = trainer_memory(model_sizes(model_path, config.lora, config.critic_lora), config, "cuda", dtype)
+    tokens = most_tokens(config, trainer, plan.trainer_bytes + trainer.process)
+    most = min(raised.engine.max_num_seqs, held)
+    if most <= default or tokens < enough_tokens(config):
+        return config, ""
+    note = (
+        f"engine.max_num_seqs={most}: a step has {step} sequences per engine, and the KV cache holds {held}"
+    )
+    return _with_sequences(config, most), note
+
+
+def _with_sequences(config: TrainConfig, count: int) -> TrainConfig:
+    engine = config.engine.model_copy(update={"max_num_seqs": count})
+    return config.model_copy(update={"engine": engine})
 
 
 def trainer_memory(sizes: ModelSizes, config: TrainConfig, device: Device, dtype: str) -> TrainerMemory:

@@ -48,7 +48,7 @@ from skylite.processes.hardware import (
 )
 from skylite.processes.own_network import check_network
 from skylite.processes.streams import raise_file_limit
-from skylite.resources.gpu_memory_plan import checkpointing_default, plan_memory
+from skylite.resources.gpu_memory_plan import checkpointing_default, decode_whole_steps, plan_memory
 from skylite.resources.gpu_placement import place
 from skylite.rollout.prompt_check import clock_note, without
 from skylite.rollout.sources import ScoredData, Source, source_for
@@ -216,7 +216,10 @@ def choose_model(config: TrainConfig, launcher: Launcher) -> ResolvedModel:
 def choose_placement(
     config: TrainConfig, model: ResolvedModel, launcher: Launcher, notes: Sequence[Note]
 ) -> tuple[TrainConfig, Placement, MemoryPlan, list[Note]]:
-    """Choose dtype, GPUs, checkpointing and memory; add a note on each choice. Raises SkyliteError."""
+    """Choose dtype, GPUs, checkpointing, sequences at once and memory; add a note on each choice.
+
+    Raises SkyliteError.
+    """
     device = choose_device()
     bf16_reason = launcher.bf16_reason(model.path, device) if config.engine.num_engines else ""
     dtype, dtype_note = choose_dtype(config.model.dtype, device, bf16_reason=bf16_reason)
@@ -234,6 +237,7 @@ def choose_placement(
         ]
     where = (model.path, device, dtype, cpu_lora, gpus)
     config, checkpointing_note = checkpointing_default(launcher, config, *where)
+    config, sequences_note = decode_whole_steps(launcher, config, *where)
     memory, memory_notes = plan_memory(launcher, config, *where)
     notes = notes_of(
         *notes,
@@ -247,6 +251,7 @@ def choose_placement(
         triton_note(device),
         *of_engines,
         checkpointing_note,
+        sequences_note,
         *memory_notes,
     )
     if config.lora.from_adapter is not None:

@@ -19,7 +19,7 @@ from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate
 from skylite.engine.connections import HEADER_BYTES, KEY_VARIABLE
-from skylite.engine.interface import BASE_NAME, MAX_LORAS, EngineMemory, EngineSpec
+from skylite.engine.interface import BASE_NAME, EngineMemory, EngineSpec, served_versions
 from skylite.engine.model_sizes import model_sizes
 from skylite.engine.vllm.client import VllmClient
 from skylite.engine.vllm.memory import (
@@ -128,7 +128,9 @@ class VllmLauncher:
     ) -> EngineMemory:
         """Predicted from the shapes in the model's files (engine/vllm/memory.py)."""
         sizes = model_sizes(model_path, config.lora)
-        return engine_memory(sizes, config, device, dtype, max_loras=MAX_LORAS, cpu_lora=cpu_lora)
+        return engine_memory(
+            sizes, config, device, dtype, max_loras=served_versions(config), cpu_lora=cpu_lora
+        )
 
     def command(self, spec: EngineSpec) -> list[str]:
         """The server's command line. With a fixed adapter it is public: each request needs the key."""
