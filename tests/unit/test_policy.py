@@ -154,6 +154,19 @@ def test_a_tree_keeps_windows_chunks_sinks_and_latent_heads(
         assert relative_difference(ours, plain) < 1e-5
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe", "mixtral"])
+def test_experts_get_no_lora_in_place_of_dense_modules(family: str, tmp_path: Path, dist: Dist):
+    """PEFT would move the LoRA of DeepSeek's dense and shared MLPs to its experts' parameters."""
+    model = make_tiny_model(tmp_path, family)
+    policy = load_policy(resolved(model, model, placement={"dtype": "bfloat16"}), settings(), dist)
+    modules = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in policy.lora}
+    linear = {n for n, m in policy.model.get_base_model().named_modules() if isinstance(m, BaseTunerLayer)}
+    assert modules == linear
+    assert not any(".experts" in name for name in modules)
+    if family == "deepseek_v3":
+        assert {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.up_proj"} <= modules
+
+
 def test_a_convolution_along_the_row_never_shares_a_tree(tmp_path: Path, dist: Dist):
     policy = load_policy(resolved(*[make_tiny_model(tmp_path, "lfm2")] * 2), settings(), dist)
     policy, lines = enable_shortcuts(policy, PROBE)

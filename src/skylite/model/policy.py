@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import transformers_weight_conversion as conversion
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -284,17 +285,18 @@ def _add_adapters(base: PreTrainedModel, config: TrainConfig, modules: list[str]
     """The model with the POLICY adapter, and with REF and CRITIC if the algorithm needs them."""
     critic = config.critic_lora
     critic_modules = adapted_modules(base, critic) if critic is not None else []
-    try:
-        model = get_peft_model(base, _peft_config(config.lora, modules), adapter_name=POLICY)
-    except ValueError as error:
-        raise ModelError(
-            f"PEFT cannot adapt {type(base).__name__}: {error}",
-            "Choose other modules in lora.target_modules.",
-        ) from error
-    if config.needs_ref_adapter:
-        model.add_adapter(REF, _peft_config(config.lora.model_copy(update={"dropout": 0.0}), modules))
-    if critic is not None:
-        model.add_adapter(CRITIC, _peft_config(critic, critic_modules))
+    with _exactly_these_modules():
+        try:
+            model = get_peft_model(base, _peft_config(config.lora, modules), adapter_name=POLICY)
+        except ValueError as error:
+            raise ModelError(
+                f"PEFT cannot adapt {type(base).__name__}: {error}",
+                "Choose other modules in lora.target_modules.",
+            ) from error
+        if config.needs_ref_adapter:
+            model.add_adapter(REF, _peft_config(config.lora.model_copy(update={"dropout": 0.0}), modules))
+        if critic is not None:
+            model.add_adapter(CRITIC, _peft_config(critic, critic_modules))
     if config.lora.init == "xavier":
         for name, param in adapter_params(model, POLICY).items():
             if "lora_A" in name:
@@ -302,6 +304,21 @@ def _add_adapters(base: PreTrainedModel, config: TrainConfig, modules: list[str]
     _activate(model, POLICY)
     fuse_lora_layers(model)
     return model
+
+
+@contextmanager
+def _exactly_these_modules() -> Iterator[None]:
+    """Keep PEFT from choosing other modules than named.
+
+    In models such as DeepSeek-V3 it takes a dense MLP's gate_proj for the experts' of transformers 4, and
+    adapts the experts' parameters in its place.
+    """
+    convert = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = convert
 
 
 def _peft_config(lora: LoraConfig, modules: list[str]) -> PeftLoraConfig:
