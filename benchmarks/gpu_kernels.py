@@ -1,21 +1,20 @@
 """Times each Triton kernel of the trainer beside its torch form, and compares both with float64.
 
     python benchmarks/gpu_kernels.py --out FILE
+    python benchmarks/gpu_kernels.py --out FILE --dry-run      (tiny, under triton's interpreter on a CPU)
 
-On a GPU it stops after `--until` seconds, the most valuable rows first. On a CPU it is a dry run of tiny
-sizes under triton's interpreter:
-
-    TRITON_INTERPRET=1 python benchmarks/gpu_kernels.py --out FILE
-
-FILE is written after every row, so that a run that ends early leaves what it measured. `difference` is the
-norm of the difference from float64, relative to the norm of the float64 result.
+It stops after `--until` seconds, the most valuable rows first. FILE is written after every row, so that a run
+that ends early leaves what it measured. `difference` is the norm of the difference from float64, relative to
+the norm of the float64 result.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+DRY_RUN = "--dry-run" in sys.argv
+if DRY_RUN:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+# ruff: noqa: E402
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +36,7 @@ from skylite.model.chunked_logprobs import head_logprobs
 from skylite.model.fused_ops import gated_activation, rms_norm
 from skylite.model.kernel_check import kernel_differences, relative_difference
 
-GPU = torch.cuda.is_available()
+GPU = not DRY_RUN
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 BF16 = torch.bfloat16
 SHAPES = {"0.5b": (16176, 896, 4864, 14, 2, 64), "7b": (5392, 3584, 18944, 28, 4, 128)}
@@ -299,6 +304,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--until", type=float, default=15.0, help="seconds")
+    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU")
     arguments = parser.parse_args()
     report = Report(arguments.out, arguments.until if GPU else 300)
     report.part("device", lambda: {"name": torch.cuda.get_device_name(0) if GPU else "CPU, interpreted"})
