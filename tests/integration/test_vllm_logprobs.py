@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -14,9 +15,8 @@ from skylite.engine.interface import Sampling
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.vllm.client import VllmClient
 from skylite.types import Call
-from tests.engines import (
-    EngineServer,
-)
+from tests.adapter_forms import SEQUENCES, publish
+from tests.engines import EngineServer
 from tests.integration.adapter_versions import DIFFERENT, FLOAT_NOISE, PROMPT
 
 pytestmark = pytest.mark.vllm
@@ -111,3 +111,21 @@ def test_a_stop_text_ends_the_completion_and_keeps_its_token_ids(server: EngineS
         assert short.text == whole.text[: whole.text.index(stop) + len(stop)]
         assert short.finish_reason == "stop"
         assert end < len(whole.completion_token_ids)
+
+
+@pytest.mark.parametrize("form", ["plain", "rslora", "ranks and alphas", "one layer, by wildcard"])
+def test_a_served_adapter_has_the_logprobs_of_its_trainer(
+    server: EngineServer, form: str, tmp_path: Path
+) -> None:
+    adapter, expected = publish(form, server.model_path, tmp_path)
+    assert server.load(tmp_path.name, adapter).status_code == httpx.codes.OK
+
+    async def ask() -> list[list[float]]:
+        client = RetryingEngine(VllmClient("vllm-test", server.address))
+        try:
+            return [await client.score(tmp_path.name, ids) for ids in SEQUENCES]
+        finally:
+            await client.aclose()
+
+    for got, logprobs in zip(asyncio.run(ask()), expected, strict=True):
+        assert got == pytest.approx(logprobs, abs=1e-5)
