@@ -103,6 +103,7 @@ def tiny_config(family: str) -> Any:
         "qwen2_moe": transformers.Qwen2MoeConfig,
         "gpt_oss": transformers.GptOssConfig,
         "llama4_text": transformers.Llama4TextConfig,
+        "jamba": transformers.JambaConfig,
         "lfm2": transformers.Lfm2Config,
         "phimoe": transformers.PhimoeConfig,
         "qwen3_5": transformers.Qwen3_5TextConfig,

@@ -67,6 +67,19 @@ def test_the_modules_are_every_part_of_a_path_but_the_parameter(model_path: Path
     assert not any(name.endswith((".weight", ".bias")) for name in modules)
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ["*.layers.*"]])
+def test_a_router_that_is_a_plain_linear_layer_gets_no_lora(targets: str | list[str], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = make_tiny_model(tmp_path / "model", "jamba")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config = LoraConfig.model_validate({"target_modules": targets})
+    adapted = adapted_modules(model, config)
+    assert set(adapted) == predict_modules(folder, config)[1]
+    assert "router" in {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    assert not any("router" in name for name in adapted)
+
+
 def test_a_short_name_selects_exactly_the_chosen_modules() -> None:
     modules = ["a.0.q", "a.1.q", "a.0.k", "b.q"]
     assert short_names(modules, ["a.0.q", "a.1.q", "b.q"]) == ["q"]

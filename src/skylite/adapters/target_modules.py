@@ -19,8 +19,11 @@ T = TypeVar("T")
 
 EXPERTS = ".experts."
 """In the names of weights of experts. transformers joins those of a layer in parameters of one module."""
-ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "mlp.router", "router.layer", "feed_forward.router")
-"""Ends of paths of expert routers. transformers computes them without a plain linear module."""
+ROUTERS = (
+    *("mlp.gate", "block_sparse_moe.gate", "mlp.router", "router.layer", "router.gate"),
+    *("feed_forward.router", "block_sparse_moe.router"),
+)
+"""Ends of paths of expert routers, which get no LoRA."""
 
 LM_HEADS = ("lm_head", "embed_out", "output_layer")
 """The last part of the LM head's path in transformers' models. A head that shares the embedding's weight is

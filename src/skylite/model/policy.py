@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from skylite.adapters.import_adapter import usual_name
-from skylite.adapters.target_modules import matches, short_names
+from skylite.adapters.target_modules import ROUTERS, matches, short_names
 from skylite.config.lora import LoraConfig
 from skylite.config.resolved import Resolved
 from skylite.config.train import TrainConfig
@@ -123,7 +123,8 @@ def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     text, head = text_path(model), model.get_output_embeddings()
     modules = {n: m for n, m in model.named_modules() if not text or n.startswith(f"{text}.") or m is head}
     # Routers of Llama 4 and Phi-MoE are linear layers that return more than logits; LoRA cannot wrap them.
-    linear = {n for n, m in modules.items() if type(m).forward in (nn.Linear.forward, Conv1D.forward)}
+    plain = {n for n, m in modules.items() if type(m).forward in (nn.Linear.forward, Conv1D.forward)}
+    linear = {name for name in plain if not matches(name, ROUTERS)}
     if config.target_modules == "all-linear":
         selected = {name for name in linear if modules[name] is not head}
     else:
