@@ -119,6 +119,13 @@ def test_a_name_that_matches_nothing_is_refused(lora: dict[str, Any], words: str
         check_target_names(tiny_llama, LoraConfig.model_validate(lora))
 
 
+def test_the_critic_takes_no_lm_head(tiny_llama: Path) -> None:
+    assert check_target_names(tiny_llama, LoraConfig(target_modules=["*.layers.*"]), "critic") == []
+    for targets in (["q_proj", "lm_head"], ["*"]):
+        with pytest.raises(ModelError, match=r"critic\.target_modules=.*LM head"):
+            check_target_names(tiny_llama, LoraConfig(target_modules=targets), "critic")
+
+
 def test_an_odd_rank_cannot_start_orthogonal() -> None:
     LoraConfig(rank=4, init="orthogonal")
     for lora in ({"rank": 3}, {"rank_pattern": {"q_proj": 5}}):

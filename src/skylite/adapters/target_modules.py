@@ -159,6 +159,12 @@ def check_target_names(model_path: Path, config: LoraConfig, section: str = "lor
             f"lora.exclude_modules={config.exclude_modules!r} leaves no module of {model_path.name}.",
             f"Use names of its modules: {', '.join(names)}.",
         )
+    if section == "critic" and (heads := [name for name in LM_HEADS if targets and matches(name, targets)]):
+        raise ModelError(
+            f"critic.target_modules={targets!r} includes the LM head ({heads[0]}), which the critic does not "
+            "compute: it has a head of its own.",
+            "Name other modules.",
+        )
     for setting in ("rank_pattern", "alpha_pattern"):
         for key in getattr(config, setting):
             if not any(pattern_value({key: True}, name, False) for name in chosen):
