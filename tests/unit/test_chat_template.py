@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -15,10 +18,17 @@ from skylite.config.loading import change_config
 from skylite.config.provenance import NOTHING_TYPED
 from skylite.config.rollout import DataConfig
 from skylite.config.train import RunConfig
-from skylite.data.chat_tokenizer import MAX_BYTES, ChatTemplate, load_tokenizer, read_template
+from skylite.data.chat_tokenizer import (
+    MAX_BYTES,
+    ChatTemplate,
+    load_tokenizer,
+    read_template,
+    text_for_others,
+)
 from skylite.data.prompts import read_prompts
 from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError, ModelError
+from skylite.export.weights import write_template
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Message
 from tests.decisions import resolved
@@ -177,6 +187,45 @@ def test_serve_renders_as_in_training() -> None:
     assert not [word for word in default if "chat-template" in word]
 
 
+NOW = datetime(2001, 2, 3, 16, 5, 6)
+CLOCKS = {
+    "variable": "\n  {% if strftime_now is defined %}{% set d = strftime_now('%d %b') %}{% endif %}{{ d }}",
+    "in a macro": "{%- macro head() %}{{- 'At ' + strftime_now(\"%Y-%m-%d\") }}{%- endmacro %}{{ head() }}",
+    "directives": "{{ strftime_now('%a %A %w %B %m %y %H:%M:%S %I %p %j %U %W %G-%V-%u %F %T') }}",
+    "without zeros": "{{ strftime_now('%-d/%-m, %e') }} {{ strftime_now(format='%H') | int + 1 }}",
+    "percent": "{{ strftime_now('100 %% of %Y, %%d') }}",
+    "chosen": "{% set f = '%d' if messages|length == 2 else '%m' %}{{ strftime_now(f) }}",
+}
+
+
+@pytest.mark.parametrize("form", CLOCKS)
+def test_other_programs_write_the_time_of_the_run(form: str, tmp_path: Path, tiny_llama: Path) -> None:
+    """vLLM and whoever loads an export get text only; with it transformers renders as the run's sandbox."""
+    text = f"{CLOCKS[form]}\n{THINKING}"
+    template = ChatTemplate(text=text, now=NOW)
+    with contextlib.closing(load_tokenizer(tiny_llama, template)) as tokenizer:
+        ids = tokenizer.encode_chats([CHAT])[0]
+    plain = AutoTokenizer.from_pretrained(tiny_llama)
+    handed = text_for_others(template, tiny_llama)
+    used = {"tokenize": False, "add_generation_prompt": True}
+    shown = plain.apply_chat_template(CHAT, chat_template=handed, **used)
+    assert plain.encode(shown, add_special_tokens=False) == ids
+    assert shown != plain.apply_chat_template(CHAT, chat_template=text, **used)
+
+    own = shutil.copytree(tiny_llama, tmp_path / "dated")
+    (own / "chat_template.jinja").write_text(text)
+    served = VllmLauncher().command(replace(PUBLIC, model_path=own, template=ChatTemplate(now=NOW)))
+    assert f"--chat-template={handed}" in served
+    write_template(ChatTemplate(now=NOW, args={"enable_thinking": True}), own)
+    exported = AutoTokenizer.from_pretrained(own)
+    assert exported.apply_chat_template(CHAT, **used) == shown
+
+
+def test_only_a_template_that_writes_the_time_is_handed_out(tiny_llama: Path) -> None:
+    assert text_for_others(ChatTemplate(now=NOW), tiny_llama) is None
+    assert text_for_others(ChatTemplate(text=THINKING, now=NOW), tiny_llama) == THINKING
+
+
 def test_serve_never_takes_a_template_for_a_path(tmp_path: Path) -> None:
     path = tmp_path / "{secret}"
     path.write_text("x")
@@ -204,3 +253,8 @@ def test_an_evaluation_uses_the_template_of_the_run(tmp_path: Path) -> None:
     changed = change_config(recorded, provenance)
     assert chosen_template(adapter, changed, provenance) == ChatTemplate(text="{{ messages }}", args={"a": 2})
     assert chosen_template(None, load_config(None, {}), NOTHING_TYPED) == ChatTemplate()
+
+    dated = resolved(Path("m"), Path("a"), model={"template_time": NOW})
+    adapter = replace(adapter, run_config=run.model_copy(update={"resolved": dated}))
+    assert chosen_template(adapter, recorded, NOTHING_TYPED).now == NOW
+    assert chosen_template(adapter, changed, provenance).now == NOW

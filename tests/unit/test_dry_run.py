@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import shutil
-from datetime import datetime
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +145,36 @@ def test_a_template_that_writes_the_time_sees_the_start_of_the_run(tmp_path: Pat
         assert text_of(tokenizer, chat).startswith("Today: 02 Jan 2026 03:04:05\n")
         assert job["ids"] == chat
         assert "strftime_now" in facts["template"]
-    begun = plan(tmp_path, model)
-    assert any("the chat template writes the time" in str(note) for note in begun.resolved.notes)
+
+
+class Clock2001(datetime):
+    @classmethod
+    def now(cls, tz: tzinfo | None = None) -> Clock2001:
+        return cls(2001, 2, 3, 16, 5, 6, 7, tz)
+
+
+def test_a_resume_at_another_time_of_day_renders_the_tokens_of_the_start(
+    tmp_path: Path, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run starts in 2001 by its clock; everything after it has the real one."""
+    model = with_template(tiny_llama, tmp_path / "dated", DATED)
+    with monkeypatch.context() as patch:
+        patch.setattr("skylite.rollout.plan.datetime", Clock2001)
+        begun = plan(tmp_path, model)
+        quiet = plan(tmp_path / "other", tiny_llama)
+    (note,) = (str(note) for note in begun.resolved.notes if "writes the time" in str(note))
+    assert "2001-02-03 16:05:06" in note
     write_run(begun)
-    again = run_template(plan_resume(begun.run).run_config)
-    assert again.now == begun.resolved.model.template_time is not None
-    quiet = plan(tmp_path / "other", tiny_llama)
+    assert '"template_time": "2001-02-03T16:05:06"' in begun.run.config_path.read_text()
+    again = plan_resume(begun.run).run_config
+    texts = []
+    for template in (ChatTemplate(now=Clock2001.now()), run_template(again), ChatTemplate()):
+        with contextlib.closing(load_tokenizer(model, template)) as tokenizer:
+            texts.append(text_of(tokenizer, tokenizer.encode_chats([USER])[0]))  # type: ignore[list-item]
+    assert texts[0].startswith("Today: 03 Feb 2001 16:05:06\n")
+    assert texts[1] == texts[0] != texts[2]
+
+    assert quiet.resolved.model.template_time is None
     assert not any("writes the time" in str(note) for note in quiet.resolved.notes)
 
 

@@ -200,11 +200,11 @@ def find_adapters(flags: EvalFlags) -> list[ServedAdapter]:
 def chosen_template(
     adapter: ServedAdapter | None, config: TrainConfig, provenance: Provenance
 ) -> ChatTemplate:
-    """The template of the run, unless the user names another file."""
-    recorded = adapter.run_config if adapter is not None else None
-    if recorded is None or provenance.is_typed("data.chat_template"):
-        return read_template(config.data)
-    return replace(run_template(recorded), args=config.data.template_args)
+    """The template of the run, unless the user names another file. Both write the time of the run."""
+    template = run_template(adapter.run_config if adapter is not None else None)
+    if adapter is None or adapter.run_config is None or provenance.is_typed("data.chat_template"):
+        return replace(read_template(config.data), now=template.now)
+    return replace(template, args=config.data.template_args)
 
 
 async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:

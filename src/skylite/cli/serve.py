@@ -29,7 +29,7 @@ from skylite.cli.options import Model, Step
 from skylite.cli.setting_flags import takes_settings
 from skylite.config.provenance import Provenance
 from skylite.config.train import TrainConfig
-from skylite.data.chat_tokenizer import ChatTemplate, run_template
+from skylite.data.chat_tokenizer import ChatTemplate, clock_note, run_template
 from skylite.engine.chat import longest_sequence
 from skylite.engine.connections import KEY_VARIABLE, Address
 from skylite.engine.interface import BASE_NAME, EngineSpec, Launcher
@@ -233,6 +233,8 @@ def log_template(template: ChatTemplate) -> None:
     """Log how chats are rendered, if not as the model says."""
     if template.text is not None:
         logger.info("chats are rendered with the run's own chat template")
+    if note := clock_note(template):
+        logger.info(note)
     if template.args:
         logger.info(
             f"arguments of the chat template, as in training: {json.dumps(dict(template.args))}; "

@@ -24,7 +24,8 @@ class ModelFiles(Section):
     chat_template: str | None = None
     """Text of data.chat_template when the run started; the run and its evaluations use it."""
     template_time: datetime | None = None
-    """The time that chat templates with strftime_now see in this run and its evaluations: its start."""
+    """The time that a chat template with strftime_now writes wherever it renders this run's prompts: the
+    run's start. None: the template does not write the time."""
 
 
 class Placement(Section):

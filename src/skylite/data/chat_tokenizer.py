@@ -10,7 +10,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ MAX_BYTES = 100_000
 LIMITS = Limits(memory_bytes=2 << 30, cpu_s=60, wall_s=120.0, output_bytes=256 << 20)
 """For the prompts of one call; memory for all together."""
 PROMPTS_PER_CALL = 256
+CLOCK = "strftime_now"
+"""The function with which a chat template reads the time; transformers has no other."""
+TEMPLATE, TOKENIZER = "chat_template.jinja", "tokenizer_config.json"
 NO_TEMPLATE = "the model has no chat template, so prompts are plain 'Question: ... Answer:' text"
 
 
@@ -83,6 +86,39 @@ def run_template(recorded: RunConfig | None) -> ChatTemplate:
     )
 
 
+def own_template(folder: Path) -> str | None:
+    """The chat template of a model folder: the default one, if it has several. None: it has none."""
+    if (folder / TEMPLATE).is_file():
+        return read_text(folder / TEMPLATE)
+    tokenizer = parse_json(read_text(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else {}
+    text = tokenizer.get("chat_template")
+    if isinstance(text, list):  # named ones
+        text = {entry["name"]: entry["template"] for entry in text}.get("default")
+    return text if isinstance(text, str) else None
+
+
+def text_for_others(template: ChatTemplate, folder: Path) -> str | None:
+    """The template for a program that renders it by itself: it writes the time of the run there, too.
+
+    `folder`: of the model. None: the model's own template, as it is.
+    """
+    text = template.text if template.text is not None else own_template(folder)
+    if template.now is None or text is None or CLOCK not in text:
+        return template.text
+    return _fixed_clock(text, template.now) + text
+
+
+def _fixed_clock(text: str, now: datetime) -> str:
+    """A Jinja macro in place of strftime_now: it knows each directive that occurs in `text`.
+
+    The line ends after a block, so that Jinja drops the newline (trim_blocks) and `text` renders as before.
+    """
+    directives = sorted({*re.findall(r"%[-_^#0]?[A-Za-z]", text)})
+    values = [("%%", "\0"), *((d, now.strftime(d)) for d in directives), ("\0", "%")]
+    filters = "".join(f"|replace({json.dumps(old)}, {json.dumps(new)})" for old, new in values if old != new)
+    return f"{{%- macro {CLOCK}(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n"
+
+
 def template_notes(config: DataConfig) -> list[str]:
     """Notes on a template and arguments that the user chose."""
     notes = []
@@ -91,6 +127,21 @@ def template_notes(config: DataConfig) -> list[str]:
     if config.template_args:
         notes.append(f"arguments of the chat template: {json.dumps(config.template_args)}")
     return notes
+
+
+def keep_clock(template: ChatTemplate, tokenizer: ChatTokenizer) -> ChatTemplate:
+    """The template with a time only if it writes one."""
+    return template if CLOCK in tokenizer.template else replace(template, now=None)
+
+
+def clock_note(template: ChatTemplate) -> str:
+    """What a chat template that writes the time writes in this run; empty for others."""
+    if template.now is None:
+        return ""
+    return (
+        f"the chat template writes the time: it stays {template.now:%Y-%m-%d %H:%M:%S}, the start of the "
+        "run, on a resume, in eval, serve, chat and export, too"
+    )
 
 
 def _check_args(template: ChatTemplate, used: str, model: Path) -> None:

@@ -11,7 +11,14 @@ from typing import Any
 
 from skylite.adapters.import_adapter import CONFIG, WarmStart, is_a, path_of, read_warm_start
 from skylite.adapters.tensor_file import WEIGHTS
-from skylite.data.chat_tokenizer import ChatTemplate, run_template
+from skylite.data.chat_tokenizer import (
+    TEMPLATE,
+    TOKENIZER,
+    ChatTemplate,
+    own_template,
+    run_template,
+    text_for_others,
+)
 from skylite.errors import ModelError
 from skylite.export.canary_check import (
     Check,
@@ -32,7 +39,7 @@ from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 PROCESSOR_FILES = ("*processor_config.json",)
-TEMPLATE, OLD_TEMPLATE, TOKENIZER = "chat_template.jinja", "chat_template.json", "tokenizer_config.json"
+OLD_TEMPLATE = "chat_template.json"
 
 
 def export_weights(plan: ExportPlan, folder: Path) -> list[Check]:
@@ -197,15 +204,15 @@ def check_folder(
 
 
 def write_template(template: ChatTemplate, folder: Path) -> None:
-    """Replace the base's template in `folder` if the run used another, or arguments. Raises ModelError.
+    """Replace the base's template in `folder` if the run used another, arguments, or a time of its own.
 
-    No file of a model holds arguments of its template, so they become the template's first lines.
+    No file of a model holds arguments of its template, so they become the template's first lines, as the
+    time does. Raises ModelError.
     """
-    if template.text is None and not template.args:
+    text = text_for_others(template, folder)
+    if text is None and not template.args:
         return
-    tokenizer = parse_json(read_text(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else {}
-    text = template.text if template.text is not None else _own_template(folder, tokenizer)
-    if text is None:
+    if text is None and (text := own_template(folder)) is None:
         raise ModelError(
             f"The run set arguments of the chat template ({', '.join(template.args)}); the base has none.",
             "Restore the base model's chat template.",
@@ -213,20 +220,12 @@ def write_template(template: ChatTemplate, folder: Path) -> None:
     defaults = "".join(_default(name, value) for name, value in template.args.items())
     (folder / TEMPLATE).write_text(defaults + text, encoding="utf-8")
     (folder / OLD_TEMPLATE).unlink(missing_ok=True)
+    tokenizer = parse_json(read_text(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else {}
     if tokenizer.pop("chat_template", None) is not None:
         write_json(folder / TOKENIZER, tokenizer)
-
-
-def _own_template(folder: Path, tokenizer: dict[str, Any]) -> str | None:
-    if (folder / TEMPLATE).is_file():
-        return read_text(folder / TEMPLATE)
-    found = tokenizer.get("chat_template")
-    if isinstance(found, list):  # named ones
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    return found if isinstance(found, str) else None
 
 
 def _default(name: str, value: object) -> str:
     """A line that sets an argument unless the caller gives it."""
     literal = "none" if value is None else json.dumps(value)
-    return f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
+    return f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}\n"

@@ -24,7 +24,14 @@ from skylite.config.loading import read_recipe
 from skylite.config.provenance import NOTHING_TYPED, Provenance
 from skylite.config.resolved import MemoryPlan, ModelFiles, Placement, Resolved, RunIdentity, Trust
 from skylite.config.train import HIGHEST_USUAL_LR, LOWEST_USUAL_LR, RunConfig, TrainConfig
-from skylite.data.chat_tokenizer import ChatTemplate, load_tokenizer, read_template, template_notes
+from skylite.data.chat_tokenizer import (
+    ChatTemplate,
+    clock_note,
+    keep_clock,
+    load_tokenizer,
+    read_template,
+    template_notes,
+)
 from skylite.data.prompt_order import steps_per_epoch
 from skylite.data.prompts import PromptFileInfo, read_info
 from skylite.engine.connections import open_files
@@ -50,7 +57,7 @@ from skylite.processes.own_network import check_network
 from skylite.processes.streams import raise_file_limit
 from skylite.resources.gpu_memory_plan import checkpointing_default, decode_whole_steps, plan_memory
 from skylite.resources.gpu_placement import place
-from skylite.rollout.prompt_check import clock_note, without
+from skylite.rollout.prompt_check import without
 from skylite.rollout.sources import ScoredData, Source, source_for
 from skylite.rollout.trusted_programs import allow_algorithm, allow_launcher
 from skylite.run.files import sha256_file, write_json
@@ -117,13 +124,13 @@ def plan_run(
     with contextlib.closing(load_tokenizer(model.path, template)) as tokenizer:
         dropped, prompt_notes = source.check_prompts(tokenizer, config, model.path, train, held_out)
         train, held_out = without(train, dropped), without(held_out, dropped)
-        template_note = clock_note(tokenizer, template)
+        template = keep_clock(template, tokenizer)
     config, length_note = epochs_to_steps(config, len(train))
     notes = notes_of(
         *notes,
         *(data_note(config, info, len(train)), filter_note, held_out_note(held_out)),
         *template_notes(config.data),
-        template_note,
+        clock_note(template),
         *prompt_notes,
         *scored.notes,
         *adapter_notes,

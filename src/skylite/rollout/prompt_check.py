@@ -7,13 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from skylite.config.train import TrainConfig
-from skylite.data.chat_tokenizer import ChatTemplate, ChatTokenizer, too_long
+from skylite.data.chat_tokenizer import ChatTokenizer, too_long
 from skylite.errors import DataError, ModelError
 from skylite.notes import Note, notes_of, warning
 from skylite.types import Message, Prompt
 
-CLOCK = "strftime_now"
-"""The function with which a chat template reads the time."""
 OPEN_TAG = re.compile(r"(<\w*(?:think|thought|reason)\w*>|\[THINK\])\s*$", re.IGNORECASE)
 """A tag at the end of a prompt, so that a completion begins inside it."""
 SHOWN = 40
@@ -87,16 +85,6 @@ def completion_notes(end: str, hides_thinking: bool, prefill: str) -> list[Note]
             )
         )
     return notes
-
-
-def clock_note(tokenizer: ChatTokenizer, template: ChatTemplate) -> str:
-    """What a chat template that writes the time writes in this run; empty for others."""
-    if CLOCK not in tokenizer.template or template.now is None:
-        return ""
-    return (
-        f"the chat template writes the time: it stays {template.now:%Y-%m-%d %H:%M:%S} in this run and its "
-        "evaluations"
-    )
 
 
 def require_chats(tokenizer: ChatTokenizer, model_path: Path, prompts: Sequence[Prompt]) -> None:
