@@ -33,6 +33,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "lfm2": {
         "layer_types": ["conv", "full_attention"], "block_multiple_of": 32, "block_auto_adjust_ff_dim": False,
+        "block_dim": 64, "conv_dim": 64,
     },
     "qwen3_5": {
         "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
@@ -80,7 +81,7 @@ def make_tiny_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
 
 
 def tiny_config(family: str) -> Any:
-    """The transformers config of a tiny model. Qwen2, Gemma and Cohere2 tie their embeddings, as usual."""
+    """The transformers config of a tiny model. Qwen2, Gemma, Cohere2 and LFM2 tie their embeddings, as usual."""
     import transformers
 
     if family in WRAPPERS:
@@ -119,7 +120,7 @@ def tiny_config(family: str) -> Any:
         "head_dim": 32,
         "max_position_embeddings": 2048,
         "initializer_range": 0.1,
-        "tie_word_embeddings": family in ("qwen2", "gemma", "cohere2"),
+        "tie_word_embeddings": family in ("qwen2", "gemma", "cohere2", "lfm2"),
         "bos_token_id": None,
         "eos_token_id": _special_id(EOS_TOKEN),
         "pad_token_id": _special_id("<|pad|>"),

@@ -276,7 +276,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "jamba": (
         {"architectures": ["JambaForCausalLM"], "layer_types": ["mamba", "attention"]},
-        r"hybrid with recurrent layers \(mamba1\).*does not compute on a CPU",
+        r"hybrid with recurrent layers \(mamba1\).*has not tried with vLLM .* on a CPU",
     ),
     "gpt_oss": ({"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}, "mixture of experts"),
 }  # fmt: skip

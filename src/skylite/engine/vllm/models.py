@@ -33,7 +33,7 @@ ATTENTION_LAYERS = ("attention", "full_attention", "sliding_attention", "chunked
 """Names in `layer_types` of layers that are not recurrent."""
 GATED_DELTA_NET = "gated_delta_net"
 CPU_RECURRENT = (GATED_DELTA_NET, "short_conv")
-"""Kinds of recurrent layers that vLLM computes on a CPU."""
+"""Kinds of recurrent layers that ran on a CPU with the trainer's logprobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ def recurrent_layers(model_path: Path) -> str:
 
 
 def _check_hybrid(model_path: Path, architecture: str, version: str, device: str) -> str:
-    """Raise ModelError for recurrent layers that vLLM does not compute on a CPU.
+    """Raise ModelError for recurrent layers that were not tried on a CPU.
 
     Returns a note on those that it does, or "".
     """
@@ -206,9 +206,9 @@ def _check_hybrid(model_path: Path, architecture: str, version: str, device: str
         return ""
     if kind not in CPU_RECURRENT:
         raise ModelError(
-            f"{model_path.name} is a {architecture}, a hybrid with recurrent layers ({kind}), which vLLM "
-            f"{version} does not compute on a CPU.",
-            "Choose another model. On a GPU hybrids were not tried.",
+            f"{model_path.name} is a {architecture}, a hybrid with recurrent layers ({kind}), which skylite "
+            f"has not tried with vLLM {version} on a CPU.",
+            "Choose another model. On a GPU hybrids were not tried, either, and are not refused.",
         )
     return (
         "vLLM's prefix cache is off: for recurrent layers it needs chunked prefill, and on a CPU a seeded "

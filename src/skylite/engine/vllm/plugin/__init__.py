@@ -77,10 +77,11 @@ def _change_cpu() -> None:
         return
     # vLLM's only hook for this: the class name that it later imports.
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)
-    from skylite.engine.vllm.plugin import norm_kernels, released_memory
+    from skylite.engine.vllm.plugin import norm_kernels, released_memory, rotary
 
     norm_kernels.install()
     released_memory.install()
+    rotary.install()
     if os.environ[SWITCH] == MERGED:
         from skylite.engine.vllm.plugin import merged_weights
 
