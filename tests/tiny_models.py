@@ -81,7 +81,7 @@ def make_tiny_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
 
 
 def tiny_config(family: str) -> Any:
-    """The transformers config of a tiny model. Qwen2, Gemma, Cohere2 and LFM2 tie their embeddings, as usual."""
+    """The transformers config of a tiny model. Some tie their embeddings, as their families do."""
     import transformers
 
     if family in WRAPPERS:
