@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import shutil
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -26,9 +27,11 @@ from skylite.errors import ConfigError, DataError, ModelError
 from skylite.rewards.worker_pool import RewardPool
 from skylite.rollout.loop import EqualRewards
 from skylite.rollout.plan import RunPlan, plan_run, write_run
+from skylite.rollout.prompt_check import unopened_tag
 from skylite.rollout.resume import plan_resume
+from skylite.rollout.reward_check import blind_rewards
 from skylite.run.run_dir import RunDir
-from skylite.types import Prompt
+from skylite.types import Call, Group, Prompt, Trajectory
 from tests.tiny_models import CHAT_TEMPLATE
 from tests.unit.data_cases import prompt
 
@@ -210,24 +213,79 @@ def test_a_reward_that_fails_on_a_wrong_or_empty_completion_is_refused(
         plan(tmp_path, tiny_llama, reward=functions)
 
 
-def test_a_run_says_that_its_prompts_end_inside_a_tag_and_a_setting_shows_it_to_the_reward(
+WANTS_TAG = "warning: the chat template opens <think> at the end of every prompt, so the reward {} gives"
+
+
+def warned(plan: RunPlan, text: str) -> bool:
+    return any(str(note).startswith(text) for note in plan.resolved.notes)
+
+
+def test_a_run_warns_of_a_reward_that_wants_the_tag_that_its_prompts_open(
     tmp_path: Path, tiny_llama: Path
 ) -> None:
+    """Only of such a reward, and only in front of such prompts; reward.prefill mends it."""
     (tmp_path / "mine.py").write_text(OWN)
     spec = f"{tmp_path}/mine.py:wants_tag"
     model = with_template(tiny_llama, tmp_path / "thinks", THINKING)
-    notes = [*map(str, plan(tmp_path, model, reward={"functions": [spec]}).resolved.notes)]
-    assert [n for n in notes if n.startswith("warning: the chat template opens <think>")]
-    prefilled = plan(tmp_path / "b", model, reward={"functions": [spec], "prefill": "<think>\n"})
-    shown = [*map(str, prefilled.resolved.notes)]
-    assert not [n for n in shown if "opens <think>" in n]
-    assert not [n for n in map(str, plan(tmp_path / "c", tiny_llama).resolved.notes) if "opens <think>" in n]
+    both = plan(tmp_path / "a", model, reward={"functions": ["math", spec]})
+    assert warned(both, WANTS_TAG.format("wants_tag"))
+    prefilled = plan(tmp_path / "c", model, reward={"functions": [spec], "prefill": "<think>\n"})
+    fair = plan(tmp_path / "d", model, reward={"functions": ["math", f"{tmp_path}/mine.py:fine"]})
+    elsewhere = plan(tmp_path / "e", tiny_llama, reward={"functions": [spec]})
+    assert not any(warned(p, "warning: the chat template opens") for p in (prefilled, fair, elsewhere))
 
     for prefill, reward in (("", 0.0), ("<think>\n", 1.0)):
         pool = RewardPool([spec], prefill=prefill)
         with contextlib.closing(pool):
             (score,) = asyncio.run(pool.score([(prompt(), "1 + 1 = 2\n</think>")]))
         assert score.reward == reward
+
+
+def test_a_reward_is_blind_to_tags_that_are_special_tokens(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    specs = [*(f"{tmp_path}/mine.py:{name}" for name in ("wants_tag", "fine")), "regex", "length", "gsm8k"]
+    pattern = r"(?s)</think>\s*<answer>.+</answer>"
+    config = TrainConfig.model_validate({"reward": {"pattern": pattern, "min_length": 40}})
+
+    def blind(hidden: tuple[str, ...]) -> list[str]:
+        return blind_rewards(specs, config, [prompt()], {}, "", "<think>", hidden)
+
+    assert blind(("<think>", "</think>")) == ["wants_tag", "regex"]
+    assert blind(("<think>",)) == ["wants_tag"]
+
+
+def sampled(*completions: tuple[str, float]) -> list[Group]:
+    trajectories = (
+        Trajectory(
+            calls=(Call(prompt_token_ids=[1], completion_token_ids=[2], sampling_logprobs=[], text=text),),
+            reward=reward,
+        )
+        for text, reward in completions
+    )
+    return [Group(prompt=prompt(), trajectories=tuple(trajectories))]
+
+
+CLOSED = "so 7\n</think>\n7"
+
+
+@pytest.mark.parametrize(
+    ("groups", "prefill", "warns"),
+    [
+        (sampled((CLOSED, 0.0), ("and", 0.0)), "", True),
+        (sampled((CLOSED.replace("think", "thinking"), -1.0), ("and", -1.0)), "", True),
+        (sampled((CLOSED, 0.0), ("and", 0.0)), "<think>\n", False),
+        (sampled((CLOSED, 0.0), (f"<think>{CLOSED}", 0.0)), "", False),
+        (sampled((CLOSED, 0.0), ("and", 0.1)), "", False),
+        (sampled((CLOSED, 1.0), ("and", 1.0)), "", False),
+        (sampled((CLOSED, math.nan), ("and", math.nan)), "", False),
+        (sampled(("7", 0.0), ("and", 0.0)), "", False),
+        ([], "", False),
+    ],
+)
+def test_a_first_step_without_rewards_warns_of_tags_that_are_only_closed(
+    groups: list[Group], prefill: str, *, warns: bool
+) -> None:
+    assert bool(unopened_tag(groups, prefill)) == warns
 
 
 def test_steps_of_equal_rewards_are_warned_of_once_and_then_at_each_doubling() -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skylite.adapters.retention import clean_up
+from skylite.config.train import TrainConfig
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import SyncReport
 from skylite.environments.source import gather_or_cancel
@@ -29,6 +30,7 @@ from skylite.report.read_run import number
 from skylite.rollout.held_out import evaluate_at_start, evaluate_held_out, is_evaluated_after
 from skylite.rollout.judge_rollouts import RolloutJudge, mean_gap
 from skylite.rollout.plan import RunPlan
+from skylite.rollout.prompt_check import unopened_tag
 from skylite.rollout.sampling import SampledStep, sample_step
 from skylite.rollout.session import Session
 from skylite.rollout.step_metrics import (
@@ -179,7 +181,7 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
         if bins and not sampled.stored:
             metrics["mismatch/judged_gap"], metrics["mismatch/judged_tokens"] = mean_gap(bins)
         append_metrics(plan.run.metrics_path, metrics)
-        if text := equal.after(metrics):
+        for text in filter(None, (equal.after(metrics), _tag_warning(plan.config, step, sampled))):
             logger.warning(f"step {step}: {text}")
         progress.warning = equal.text(metrics) if equal.steps >= EQUAL_STEPS else None
         progress.recorded = step
@@ -197,6 +199,13 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
         ):
             logger.info(str(session.limit))
             await asyncio.Event().wait()  # run_until_stopped sees the limit and cancels this task
+
+
+def _tag_warning(config: TrainConfig, step: int, sampled: SampledStep) -> str:
+    """A program of an episode reads thoughts apart, so their tags do not count there."""
+    if step > 1 or config.source.name != "single-turn":
+        return ""
+    return unopened_tag(sampled.groups, config.reward.prefill)
 
 
 def _log_what_it_says(run: RunDir, trainer_step: TrainerStep, step: int) -> None:

@@ -123,6 +123,7 @@ def plan_run(
     config, adapter_notes = adopt_adapter(config, _chosen(config, provenance), model.path)
     with contextlib.closing(load_tokenizer(model.path, template)) as tokenizer:
         dropped, prompt_notes = source.check_prompts(tokenizer, config, model.path, train, held_out)
+        prompt_notes += source.check_completions(scored, info, tokenizer, train)
         train, held_out = without(train, dropped), without(held_out, dropped)
         template = keep_clock(template, tokenizer)
     config, length_note = epochs_to_steps(config, len(train))

@@ -9,11 +9,12 @@ from pathlib import Path
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer, too_long
 from skylite.errors import DataError, ModelError
-from skylite.notes import Note, notes_of, warning
-from skylite.types import Message, Prompt
+from skylite.notes import Note, notes_of
+from skylite.types import Group, Message, Prompt
 
 OPEN_TAG = re.compile(r"(<\w*(?:think|thought|reason)\w*>|\[THINK\])\s*$", re.IGNORECASE)
 """A tag at the end of a prompt, so that a completion begins inside it."""
+CLOSING_TAG = re.compile(r"</\w*(?:think|thought|reason)\w*>|\[/THINK\]", re.IGNORECASE)
 SHOWN = 40
 
 
@@ -68,23 +69,39 @@ def completion_notes(end: str, hides_thinking: bool, prefill: str) -> list[Note]
     shown = repr(end[-SHOWN:])
     before = f", and before it reward.prefill={prefill!r}" if prefill else ""
     notes = [Note(f"rewards see what the model samples after {shown}, without special tokens{before}")]
-    tag = OPEN_TAG.search(end)
-    if tag is not None and tag[1] not in prefill:
-        notes.append(
-            warning(
-                f"the chat template opens {tag[1]} at the end of every prompt, so completions begin inside "
-                f"it and rewards see no {tag[1]}; a reward that wants it gives 0 to all (--set "
-                f"'reward.prefill=\"{tag[1]}\\n\"' puts it before each completion)"
-            )
-        )
+    if tag := opened_tag(end, prefill):
+        notes.append(Note(f"completions begin inside {tag}, which the chat template opens: rewards see none"))
     if hides_thinking:
-        notes.append(
-            warning(
-                "<think> or </think> is a special token of this model, so rewards never see it; a reward "
-                "that wants it gives 0 to all"
-            )
-        )
+        notes.append(Note("<think> or </think> is a special token of this model: rewards never see it"))
     return notes
+
+
+def opened_tag(end: str, prefill: str) -> str:
+    """The tag at the end of a prompt, unless `prefill` shows it to the rewards; empty if there is none."""
+    tag = OPEN_TAG.search(end)
+    return tag[1] if tag is not None and tag[1] not in prefill else ""
+
+
+def unopened_tag(groups: Sequence[Group], prefill: str) -> str:
+    """A warning after a step in which nothing was earned and completions only close a tag; else empty."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    rewards = {t.reward for t in trajectories}
+    texts = [prefill + t.calls[-1].text for t in trajectories]
+    closing = next(filter(None, map(CLOSING_TAG.search, texts)), None)
+    if closing is None or len(rewards) != 1 or not max(rewards) <= 0:
+        return ""
+    tag = closing[0].replace("/", "")
+    if any(tag in text for text in texts):
+        return ""
+    return (
+        f"every reward of this step is {max(rewards):g}, and completions close {tag} without opening it: if "
+        f"the reward wants {tag}, {show_tag(tag)}"
+    )
+
+
+def show_tag(tag: str) -> str:
+    """How to put it before completions."""
+    return f"--set 'reward.prefill=\"{tag}\\n\"' puts it before each completion"
 
 
 def require_chats(tokenizer: ChatTokenizer, model_path: Path, prompts: Sequence[Prompt]) -> None:

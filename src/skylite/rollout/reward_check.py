@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from skylite.config.rollout import RewardConfig
@@ -20,7 +20,7 @@ from skylite.rewards.built_in import BUILT_IN, needs_answer, reference_completio
 from skylite.rewards.call_rewards import Item
 from skylite.rewards.right_completion import ANSWER, USUAL_FORMS, fill, find_form, probe_rows
 from skylite.rewards.worker_pool import RewardPool
-from skylite.types import Prompt, is_number
+from skylite.types import Prompt, Score, is_number
 
 PROMPTS = 2
 WRONG = ("", "I do not know.", "<think>", "12345")
@@ -48,20 +48,7 @@ def check_calls(
         for prompt in prompts
         for completion in (*WRONG, fill(template or ANSWER, prompt.answer))
     ]
-    pool = RewardPool(
-        own,
-        timeout_s=config.reward.timeout_s,
-        programs=programs,
-        log_path=Path(os.devnull),  # a run writes nothing before it starts
-        parameters=config.reward,
-        prefill=config.reward.prefill,
-    )
-    try:
-        scores = asyncio.run(pool.score(items))
-    except RunFailed as error:
-        raise ConfigError(f"The reward cannot be used: {error.what}", error.hint) from error
-    finally:
-        pool.close()
+    scores = _score(own, config.reward, programs, items, config.reward.prefill)
     if config.anomaly.action == "skip":
         return
     for (prompt, completion), score in zip(items, scores, strict=True):
@@ -72,6 +59,66 @@ def check_calls(
                     f"{prompt.id}.",
                     "A reward must return a finite number for every completion, also an empty one.",
                 )
+
+
+def blind_rewards(
+    rewards: Sequence[str],
+    config: TrainConfig,
+    train: Sequence[Prompt],
+    programs: Mapping[str, str],
+    template: str,
+    tag: str,
+    hidden: Collection[str],
+) -> list[str]:
+    """Names of the rewards that give some right completion more than 0, but none without the hidden tags.
+
+    Args:
+        template: the form of a right completion that `prepare` found.
+        tag: opens the thoughts in a form.
+        hidden: the texts that no completion of the run has.
+    """
+    close = tag[0] + "/" + tag[1:]
+    forms = [f.replace("<think>", tag).replace("</think>", close) for f in (template, *USUAL_FORMS) if f]
+    rows = (probe_rows(train) or train)[:PROMPTS]
+    right = [(row, fill(form, row.answer)) for row in rows for form in forms]
+    seen = [(row, config.reward.prefill + _without(text, hidden)) for row, text in right]
+    scores = _score(rewards, config.reward, programs, [*right, *seen])
+    whole, cut = scores[: len(right)], scores[len(right) :]
+    return [
+        name
+        for name in whole[0].components
+        if any(s.components[name] > 0 for s in whole) and not any(s.components[name] > 0 for s in cut)
+    ]
+
+
+def _without(text: str, hidden: Collection[str]) -> str:
+    for tag in hidden:
+        text = text.replace(tag, "")
+    return text
+
+
+def _score(
+    rewards: Sequence[str],
+    config: RewardConfig,
+    programs: Mapping[str, str],
+    items: Sequence[Item],
+    prefill: str = "",
+) -> list[Score]:
+    """Scores of a worker process, as in a run. Raises ConfigError for a reward that fails."""
+    pool = RewardPool(
+        rewards,
+        timeout_s=config.timeout_s,
+        programs=programs,
+        log_path=Path(os.devnull),  # a run writes nothing before it starts
+        parameters=config,
+        prefill=prefill,
+    )
+    try:
+        return asyncio.run(pool.score(items))
+    except RunFailed as error:
+        raise ConfigError(f"The reward cannot be used: {error.what}", error.hint) from error
+    finally:
+        pool.close()
 
 
 def check_references(

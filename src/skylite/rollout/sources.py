@@ -25,13 +25,13 @@ from skylite.environments.offline_source import Offline
 from skylite.environments.single_turn import SingleTurn
 from skylite.environments.source import RolloutSource
 from skylite.errors import DataError
-from skylite.notes import Note, notes_of
+from skylite.notes import Note, notes_of, warning
 from skylite.processes.child import Supervisor
 from skylite.processes.streams import printed_lines
 from skylite.rewards import load_components
 from skylite.rewards.worker_pool import RewardPool
-from skylite.rollout.prompt_check import check_prompts, overlong_prompts, require_chats
-from skylite.rollout.reward_check import check_calls, check_references
+from skylite.rollout.prompt_check import check_prompts, opened_tag, overlong_prompts, require_chats, show_tag
+from skylite.rollout.reward_check import blind_rewards, check_calls, check_references
 from skylite.rollout.trusted_programs import allow_episode, allow_rewards
 from skylite.types import Prompt
 from skylite.ui.logs import log_printed
@@ -95,6 +95,12 @@ class Source:
         """
         raise NotImplementedError
 
+    def check_completions(
+        self, scored: ScoredData, info: PromptFileInfo, tokenizer: ChatTokenizer, train: Sequence[Prompt]
+    ) -> list[Note]:
+        """Warnings on rewards that no completion of this model can earn. Raises SkyliteError subclasses."""
+        return []
+
     def running(
         self,
         scored: ScoredData,
@@ -141,6 +147,25 @@ class SingleTurnSource(Source):
     ) -> tuple[list[str], list[Note]]:
         require_chats(tokenizer, model_path, [*train, *held_out])
         return check_prompts(tokenizer, config, train, held_out)
+
+    def check_completions(
+        self, scored: ScoredData, info: PromptFileInfo, tokenizer: ChatTokenizer, train: Sequence[Prompt]
+    ) -> list[Note]:
+        config, hides = scored.config, tokenizer.hides_thinking
+        opened = opened_tag(tokenizer.prompt_end(train[0].messages), config.reward.prefill)
+        if not opened and not hides:
+            return []
+        tag, hidden = opened or "<think>", ("<think>", "</think>") if hides else (opened,)
+        names = blind_rewards(
+            scored.rewards, config, train, scored.programs, info.answer_template, tag, hidden
+        )
+        if not names:
+            return []
+        what = f"so the reward {', '.join(names)} gives nothing to any completion"
+        if hides:
+            why = "<think> or </think> is a special token of this model, which rewards never see"
+            return [warning(f"{why}, {what}: take a reward that looks at the rest")]
+        return [warning(f"the chat template opens {tag} at the end of every prompt, {what}: {show_tag(tag)}")]
 
     @contextlib.asynccontextmanager
     async def running(
