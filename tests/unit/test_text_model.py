@@ -20,6 +20,7 @@ from skylite.engine.model_sizes import model_sizes
 from skylite.engine.vllm.models import check_lora
 from skylite.hub.text_model import model_shapes, other_parts, text_layers, text_tensors
 from skylite.model.fast_path_check import enable_shortcuts
+from skylite.model.float32_arithmetic import Float32Arithmetic
 from skylite.model.loading import decoder_layers, text_path
 from skylite.model.packing import pack_tokens
 from skylite.model.policy import adapted_modules, load_policy, score
@@ -160,3 +161,10 @@ def test_tensors_have_the_names_of_transformers_model(model_path: Path) -> None:
     own = {n for n, _ in base.named_parameters() if not n.startswith(("model.vi", "model.multi"))}
     assert own <= model_shapes(model_path).keys()
     assert other_parts(model_path) == TOWERS[model_path.name]
+
+
+def test_a_convolution_after_a_cast_to_its_weights_type_is_computed_in_float32() -> None:
+    weight, x = torch.randn(4, 1, 3).bfloat16(), torch.randn(1, 4, 9)
+    with Float32Arithmetic():
+        found = torch.nn.functional.conv1d(x.to(weight.dtype), weight, groups=4)
+    torch.testing.assert_close(found, torch.nn.functional.conv1d(x, weight.float(), groups=4), atol=0, rtol=0)

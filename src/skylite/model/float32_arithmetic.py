@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 EMBEDDINGS = {functional.embedding, torch.embedding}
 PRODUCTS = {
+    functional.conv1d,
     functional.linear,
     functional.scaled_dot_product_attention,
     torch.addmm,
@@ -48,6 +49,8 @@ class Float32Arithmetic(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in EMBEDDINGS:
             return _widened(func(*args, **kwargs))
+        if func is Tensor.to and torch.bfloat16 in args[1:]:  # as recurrent layers do before a convolution
+            args = (args[0], *(torch.float32 if arg is torch.bfloat16 else arg for arg in args[1:]))
         if func in PRODUCTS:
             args, kwargs = _widened(args), {name: _widened(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
