@@ -226,6 +226,13 @@ def test_only_a_template_that_writes_the_time_is_handed_out(tiny_llama: Path) ->
     assert text_for_others(ChatTemplate(text=THINKING, now=NOW), tiny_llama) == THINKING
 
 
+def test_serve_refuses_a_dated_template_that_no_command_line_holds(tmp_path: Path, tiny_llama: Path) -> None:
+    model = shutil.copytree(tiny_llama, tmp_path / "long")
+    (model / "chat_template.jinja").write_text("{{ strftime_now('%d') }}" + "x" * (128 << 10))
+    with pytest.raises(ModelError, match="131,"):
+        VllmLauncher().command(replace(PUBLIC, model_path=model, template=ChatTemplate(now=NOW)))
+
+
 def test_serve_never_takes_a_template_for_a_path(tmp_path: Path) -> None:
     path = tmp_path / "{secret}"
     path.write_text("x")

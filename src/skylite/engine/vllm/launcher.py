@@ -50,6 +50,8 @@ FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 """vLLM's other sampler. Its kernels are compiled at the start by nvcc, which pip does not install."""
 SERVE_MIDDLEWARE = "skylite.engine.vllm.plugin.api_key.RequireKey"
 """By its name: the file imports the HTTP server."""
+MOST_ARGUMENT_BYTES = (128 << 10) - 100
+"""Of a value on a command line: Linux limits an argument to 128 KiB."""
 CPU_CUSTOM_OPS = ("none", "+rms_norm", "+rotary_embedding")
 """Faster decoding: vLLM's own kernels for norms (with our plugin's help) and rotary embeddings.
 
@@ -244,6 +246,12 @@ def template_flags(template: ChatTemplate, model_path: Path) -> list[str]:
         # vLLM takes a text without these characters, or with the name of a file, for a path.
         if "{" not in text or os.path.exists(text):
             raise ModelError("The run's chat template is a path, not a template.", "Start a new run.")
+        if len(text.encode()) > MOST_ARGUMENT_BYTES:
+            raise ModelError(
+                f"The chat template of {model_path} has {len(text.encode()):,} bytes; vLLM takes one that "
+                f"writes the time of the run on its command line, with {MOST_ARGUMENT_BYTES:,} at most.",
+                "Train with a shorter one (--chat-template).",
+            )
         flags.append(f"--chat-template={text}")
     if template.args:
         flags.append(f"--default-chat-template-kwargs={json.dumps(dict(template.args))}")
