@@ -21,6 +21,7 @@ from skylite.algorithms.losses import BatchSize
 from skylite.config.train import OptimConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.packing import PackedTokens
+from skylite.model.policy import POLICY
 from skylite.model.process_group import Dist
 from skylite.trainer import precompute as precompute_module
 from skylite.trainer import trainer as trainer_module
@@ -137,7 +138,8 @@ def test_forward_backward_sums_the_gradients_of_all_micro_batches(monkeypatch: p
     """Before the first move every ratio is 1, so the gradient is -sum(weight * advantage * x)."""
     optimizer = optimizer_of([-1.0], lr=0.1)
     theta = optimizer.params["theta"]
-    policy: Any = SimpleNamespace(model=nn.Module())
+    lora = {POLICY: SimpleNamespace(lora_dropout=0.0)}
+    policy: Any = SimpleNamespace(model=SimpleNamespace(peft_config=lora))
 
     def score(_: Any, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
         x = tokens.inputs["x"]

@@ -68,8 +68,9 @@ def test_the_plan_shows_which_gpus_share_a_model(machine: Machine) -> None:
     )
 
 
-def test_each_engine_sees_its_gpus_only() -> None:
-    resolved = changed(RESOLVED, placement={"engine_gpus": [4, 5, 6, 7]})
+def test_each_engine_sees_its_gpus_only(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    resolved = changed(RESOLVED, placement={"engine_gpus": [4, 5, 6, 7]}, model={"path": tmp_path})
     tree = {"engine": {"num_engines": 2, "tensor_parallel": 2}}
     run_config = RunConfig(skylite_version="1", config=TrainConfig.model_validate(tree), resolved=resolved)
     specs = [engine_spec(run_config, ["q_proj"], i, Path("sockets")) for i in range(2)]

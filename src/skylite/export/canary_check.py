@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,13 +171,14 @@ def load_float32(folder: Path, **options: Any) -> Any:
     transformers_logging.disable_progress_bar()  # skylite shows its own
     # The bar of GGUF files ignores that.
     modeling_gguf_pytorch_utils.tqdm = lambda items, **_: items
-    safe = {"local_files_only": True, "trust_remote_code": False}
+    path, model_class = str(folder), AutoModelForCausalLM  # that of a GGUF file, if there are options
     try:
-        if options:  # a GGUF file, which holds a text model
-            load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
-        else:
-            load = auto_class(AutoConfig.from_pretrained(str(folder), **safe)).from_pretrained
-        model = load(str(folder), dtype=torch.float32, **safe, **options)
+        if not options:
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            model_class = auto_class(config)
+        model = model_class.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True, trust_remote_code=False, **options
+        )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(
             f"transformers cannot load {folder}: {type(error).__name__} {error}.",
