@@ -38,8 +38,7 @@ def dry_run(out: Path, *parts: str) -> dict[str, Any]:
 
 
 def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
-    names = ["machine", "kernels", "train 0.5b", "attention", "profile 7b", "out of memory", "collectives"]
-    names += ["loop", "loop 7b"]
+    names = ["machine", "kernels", "train 0.5b", "profile 7b", "out of memory", "collectives", "loop"]
     # "hangs" is first: a later part could use the time that earlier ones left.
     parts = dry_run(tmp_path / "gpu.json", "hangs", "fails", *names)
     fails, hangs = parts["fails"], parts["hangs"]
@@ -63,16 +62,11 @@ def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
     assert parts["collectives"]["found"]["backend"] == "gloo"
     assert parts["profile 7b"]["found"]["operations"]
     assert {"check", "head tiny", "norm tiny"} <= parts["kernels"]["found"].keys()
-    attention = parts["attention"]["found"]
-    assert not any(
-        "failed" in row for row in [*attention["models"].values(), *attention["compared"].values()]
-    )
     first, second = parts["out of memory"]["found"]["steps"]
     assert first["warnings"]
     assert first["tokens_per_micro_batch"] < 256
     assert second["grad_norm"] > 0
     check_loop(parts["loop"]["found"])
-    assert [step["step"] for step in parts["loop 7b"]["found"]["steps"]] == [1, 2]
 
 
 def check_loop(found: dict[str, Any]) -> None:
