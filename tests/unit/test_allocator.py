@@ -39,7 +39,7 @@ def test_memory_cached_by_tbb_is_released() -> None:
     held, kept, released, left = done.stdout.split()
     assert released == "True"
     assert float(held) > 200
-    assert float(kept) > 40, "it keeps much of what is freed"
+    assert float(kept) > 30, "it keeps much of what is freed"
     assert float(left) < float(kept) / 2
 
 
