@@ -134,7 +134,7 @@ def test_an_event_such_as_a_preemption_is_sent_at_once() -> None:
 
 
 def test_an_aborted_request_is_forgotten() -> None:
-    """Its name may come again: then it starts anew."""
+    """A later request may have the same name. It starts with nothing held."""
     held, requests = started("a", "b")
     held.exchange([output("a", 1), output("b", 1)], requests, START)
     del requests["a"]

@@ -200,7 +200,7 @@ CLOCKS = {
 
 @pytest.mark.parametrize("form", CLOCKS)
 def test_other_programs_write_the_time_of_the_run(form: str, tmp_path: Path, tiny_llama: Path) -> None:
-    """vLLM and whoever loads an export get text only; with it transformers renders as the run's sandbox."""
+    """vLLM and exports get the template as text. transformers then renders what the run's sandbox does."""
     text = f"{CLOCKS[form]}\n{THINKING}"
     template = ChatTemplate(text=text, now=NOW)
     with contextlib.closing(load_tokenizer(tiny_llama, template)) as tokenizer:

@@ -35,7 +35,7 @@ KINDS = ["plain", "window", "chunk", "softcap and window", "sinks and window", "
 
 
 def score_settings(kind: str) -> ScoreSettings:
-    """A layer's settings, with the mask that a pass makes anew."""
+    """A layer's settings. Each pass makes a new mask."""
     mask = None
     if "window" in kind:
         mask = window_mask(9)

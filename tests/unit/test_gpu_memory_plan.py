@@ -25,6 +25,7 @@ from skylite.resources.gpu_memory_plan import (
     HEAD_BLOCK_ROWS,
     HEAD_BLOCK_VOCAB,
     HEAD_CHUNK,
+    Setup,
     decode_whole_steps,
     kv_cache_bytes,
     most_tokens,
@@ -90,7 +91,9 @@ def plan(
 ) -> tuple[MemoryPlan, list[Note]]:
     machine.lists(*gpus)
     machine.has_torch()
-    return plan_memory(VllmLauncher(), settings, folder, "cuda", "bfloat16", "dense", place(settings, "cuda"))
+    return plan_memory(
+        settings, Setup(VllmLauncher(), folder, "cuda", "bfloat16", "dense", place(settings, "cuda"))
+    )
 
 
 def test_a_rank_is_predicted_from_the_shapes(tmp_path: Path) -> None:
@@ -229,7 +232,7 @@ def test_a_rank_gets_what_others_and_the_driver_leave_free(
     alone, _ = plan(machine, [H200] * gpus, folder, config())
     machine.lists(*[H200] * gpus, used_mib=used, reserved_mib=600, processes=["41, 29000, python3"])
     placement = place(config(), "cuda")
-    beside, _ = plan_memory(VllmLauncher(), config(), folder, "cuda", "bfloat16", "dense", placement)
+    beside, _ = plan_memory(config(), Setup(VllmLauncher(), folder, "cuda", "bfloat16", "dense", placement))
     assert "warning: GPU 0 (NVIDIA H200) is not free: process 41 (python3) uses 28.3 GiB" in map(
         str, placement.notes
     )
@@ -244,7 +247,7 @@ def test_a_rank_that_others_leave_too_little_is_refused(machine: Machine, tmp_pa
     placement = place(config(), "cuda")
     folder = model(tmp_path / "m", 40)
     with pytest.raises(ConfigError, match=r"on GPU 0 .* and 0\.8 GiB are left; process 41 \(python3\) uses"):
-        plan_memory(VllmLauncher(), config(), folder, "cuda", "bfloat16", "dense", placement)
+        plan_memory(config(), Setup(VllmLauncher(), folder, "cuda", "bfloat16", "dense", placement))
 
 
 def test_the_kv_cache_gets_what_is_left_of_a_small_share(machine: Machine, tmp_path: Path) -> None:
@@ -341,7 +344,9 @@ def test_the_trainer_keeps_memory_for_its_micro_batches(machine: Machine, tmp_pa
     def chosen(tokens: int) -> int:
         settings = config(rollout=rollout, trainer={"tokens_per_micro_batch": tokens})
         gpus = place(settings, "cuda")
-        raised, _ = decode_whole_steps(VllmLauncher(), settings, folder, "cuda", "bfloat16", "dense", gpus)
+        raised, _ = decode_whole_steps(
+            settings, Setup(VllmLauncher(), folder, "cuda", "bfloat16", "dense", gpus)
+        )
         return raised.engine.max_num_seqs
 
     assert fitting(512) < fitting(128)
@@ -357,7 +362,7 @@ def more_sequences(
     machine.lists(H200, H200)
     machine.has_torch()
     gpus = place(settings, "cuda")
-    return decode_whole_steps(VllmLauncher(), settings, folder, "cuda", "bfloat16", "dense", gpus)
+    return decode_whole_steps(settings, Setup(VllmLauncher(), folder, "cuda", "bfloat16", "dense", gpus))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -15,7 +15,7 @@ from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError
 from skylite.notes import Note, log_notes
 from skylite.resources import gpu_memory_plan
-from skylite.resources.gpu_memory_plan import checkpointing_default, plan_memory
+from skylite.resources.gpu_memory_plan import Setup, checkpointing_default, plan_memory
 from skylite.resources.gpu_placement import place
 from skylite.rollout.plan import device_defaults
 from tests.fakes.launcher import FakeLauncher
@@ -38,9 +38,9 @@ def rank_note_of_7b(machine: Machine, folder: Path, config: TrainConfig, *cards:
     machine.has_torch()
     folder.mkdir(exist_ok=True)
     model = script("generate_gpu_fit").write_shapes(folder, "7B")
-    return plan_memory(VllmLauncher(), config, model, "cuda", "bfloat16", "dense", place(config, "cuda"))[1][
-        1
-    ]
+    return plan_memory(
+        config, Setup(VllmLauncher(), model, "cuda", "bfloat16", "dense", place(config, "cuda"))
+    )[1][1]
 
 
 def note_of_7b(machine: Machine, folder: Path, config: TrainConfig, *cards: str) -> str:
@@ -67,15 +67,15 @@ def test_the_least_recomputation_with_which_a_micro_batch_fits_is_chosen(
     sizes = {"attention": "flex", "tokens_per_micro_batch": "auto"} | trainer
     config = settings(trainer=sizes)
     where: tuple[Any, ...] = (model, "cuda", "bfloat16", "dense", place(config, "cuda"))
-    found, note = checkpointing_default(VllmLauncher(), config, *where)
+    found, note = checkpointing_default(config, Setup(VllmLauncher(), *where))
     assert found == settings(trainer=sizes | {"checkpointing": chosen})
     assert note.startswith(f"trainer.checkpointing={chosen}: ")
     assert because in note
-    assert plan_memory(VllmLauncher(), found, *where)[1][1].level != "warning"
+    assert plan_memory(found, Setup(VllmLauncher(), *where))[1][1].level != "warning"
     own = settings(trainer=sizes | {"checkpointing": "selective"})
-    assert checkpointing_default(VllmLauncher(), own, *where) == (own, "")
+    assert checkpointing_default(own, Setup(VllmLauncher(), *where)) == (own, "")
     on_cpu: tuple[Any, ...] = (model, "cpu", "float32", "dense", where[-1])
-    assert checkpointing_default(VllmLauncher(), config, *on_cpu) == (config, "")
+    assert checkpointing_default(config, Setup(VllmLauncher(), *on_cpu)) == (config, "")
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_the_recipes_for_one_gpu_fit_80_gb(machine: Machine, tmp_path: Path, rec
     model = script("generate_gpu_fit").write_shapes(tmp_path, shape)
     config, _ = device_defaults(load_config(find_recipe(recipe), {}), "cuda")
     where: tuple[Any, ...] = (model, "cuda", "bfloat16", "dense", place(config, "cuda"))
-    config, _ = checkpointing_default(VllmLauncher(), config, *where)
+    config, _ = checkpointing_default(config, Setup(VllmLauncher(), *where))
     assert config.trainer.checkpointing in ("none", "selective")
-    memory, notes = plan_memory(VllmLauncher(), config, *where)
+    memory, notes = plan_memory(config, Setup(VllmLauncher(), *where))
     assert not [note for note in notes if note.is_warning]
     assert memory.trainer_bytes
     held = int(re.search(r"for (\d+) tokens\)", str(notes[0]))[1])  # type: ignore[index]
@@ -156,7 +156,7 @@ def cpu_note(patch: pytest.MonkeyPatch, folder: Path, free_gib: float, **section
     folder.mkdir(exist_ok=True)
     model, config = script("generate_gpu_fit").write_shapes(folder, "0.5B"), settings(**sections)
     budget, notes = plan_memory(
-        VllmLauncher(), config, model, "cpu", "float32", "dense", place(config, "cpu")
+        config, Setup(VllmLauncher(), model, "cpu", "float32", "dense", place(config, "cpu"))
     )
     assert (budget.kv_cache_bytes, budget.trainer_bytes) == (None, None)
     return str(notes[0])
@@ -203,6 +203,6 @@ def test_the_engines_part_is_the_launchers(monkeypatch: pytest.MonkeyPatch, tmp_
         engine = {"num_engines": engines, "kv_cache_gib": 1}
         config = settings(engine=engine, algorithm={"name": name})
         _, (note,) = plan_memory(
-            FakeLauncher(), config, model, "cpu", "float32", "dense", place(config, "cpu")
+            config, Setup(FakeLauncher(), model, "cpu", "float32", "dense", place(config, "cpu"))
         )
         assert text in note.text

@@ -21,7 +21,7 @@ from skylite.engine.tensor_parallel import check_divisible
 from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.engine.vllm.memory import engine_memory
 from skylite.errors import ConfigError
-from skylite.resources.gpu_memory_plan import plan_memory
+from skylite.resources.gpu_memory_plan import Setup, plan_memory
 from skylite.resources.gpu_placement import place
 from skylite.run.run_dir import AdapterVersion
 from tests.decisions import changed
@@ -181,7 +181,9 @@ def test_ranks_and_a_divided_engine_share_their_gpus(machine: Machine, tmp_path:
     settings = config(trainer={"num_ranks": 2}, engine={"tensor_parallel": 2})
     folder = headed(tmp_path / "m", 40, num_attention_heads=320, num_key_value_heads=160)
     placement = place(settings, "cuda")
-    budget, notes = plan_memory(VllmLauncher(), settings, folder, "cuda", "bfloat16", "dense", placement)
+    budget, notes = plan_memory(
+        settings, Setup(VllmLauncher(), folder, "cuda", "bfloat16", "dense", placement)
+    )
     sizes = model_sizes(folder, settings.lora)
     engine = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=1, cpu_lora="dense")
     assert budget.kv_cache_bytes == (128 * 4 + 1) * 64 * engine.kv_per_token, "blocks of 64 tokens"
@@ -198,13 +200,10 @@ def test_a_run_whose_model_cannot_be_divided_is_refused(machine: Machine, tmp_pa
         ConfigError, match=r"engine.tensor_parallel=3 does not divide m: num_attention_heads=8"
     ):
         plan_memory(
-            VllmLauncher(),
             settings,
-            headed(tmp_path / "m"),
-            "cuda",
-            "bfloat16",
-            "dense",
-            place(settings, "cuda"),
+            Setup(
+                VllmLauncher(), headed(tmp_path / "m"), "cuda", "bfloat16", "dense", place(settings, "cuda")
+            ),
         )
 
 

@@ -16,7 +16,7 @@ from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.model import process_group
 from skylite.model.process_group import Dist
-from skylite.resources.gpu_memory_plan import plan_memory
+from skylite.resources.gpu_memory_plan import Setup, plan_memory
 from skylite.resources.gpu_placement import place
 from skylite.rollout.plan import plan_run, write_run
 from skylite.rollout.resume import plan_resume
@@ -104,7 +104,9 @@ def test_the_worker_limits_torch_before_it_loads_the_model(
 
 def planned_bytes(config: TrainConfig, model: Path) -> int:
     """What the memory plan gives a rank on the machine as it is now."""
-    budget, _ = plan_memory(VllmLauncher(), config, model, "cuda", "bfloat16", "dense", place(config, "cuda"))
+    budget, _ = plan_memory(
+        config, Setup(VllmLauncher(), model, "cuda", "bfloat16", "dense", place(config, "cuda"))
+    )
     assert budget.trainer_bytes is not None
     return budget.trainer_bytes
 

@@ -120,57 +120,53 @@ def engine_parts(engine: EngineMemory) -> str:
     )
 
 
-def plan_memory(
-    launcher: Launcher,
-    config: TrainConfig,
-    model_path: Path,
-    device: str,
-    dtype: str,
-    cpu_lora: CpuLora,
-    placement: GpuChoice,
-) -> tuple[MemoryPlan, list[Note]]:
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a run has beside its settings when its memory is planned."""
+
+    launcher: Launcher
+    model_path: Path
+    device: str
+    dtype: str
+    cpu_lora: CpuLora
+    placement: GpuChoice
+
+    def engine(self, config: TrainConfig) -> EngineMemory:
+        """Predict an engine's memory."""
+        if not config.engine.num_engines:
+            return NO_ENGINE
+        check_divisible(self.model_path, config.engine.tensor_parallel)
+        return self.launcher.memory(config, self.model_path, self.device, self.dtype, self.cpu_lora)
+
+    def sizes(self, config: TrainConfig) -> ModelSizes:
+        """The model's, with the adapters of these settings."""
+        return model_sizes(self.model_path, config.lora, config.critic_lora)
+
+
+def plan_memory(config: TrainConfig, setup: Setup) -> tuple[MemoryPlan, list[Note]]:
     """Predict and divide the memory. Raises ConfigError if the run cannot fit on its GPUs."""
-    engine = _engine_memory(launcher, config, model_path, device, dtype, cpu_lora)
-    sizes = model_sizes(model_path, config.lora, config.critic_lora)
-    if device == "cpu":
-        trainer = trainer_memory(sizes, config, "cpu", dtype)
+    engine, sizes = setup.engine(config), setup.sizes(config)
+    if setup.device == "cpu":
+        trainer = trainer_memory(sizes, config, "cpu", setup.dtype)
         return MemoryPlan(), [cpu_note(config, trainer, engine, available_memory())]
-    trainer = trainer_memory(sizes, config, "cuda", dtype)
-    return divide_gpus(config, trainer, engine, placement, {gpu.index: gpu for gpu in visible_gpus()})
+    trainer = trainer_memory(sizes, config, "cuda", setup.dtype)
+    return divide_gpus(config, trainer, engine, setup.placement, {gpu.index: gpu for gpu in visible_gpus()})
 
 
-def _engine_memory(
-    launcher: Launcher, config: TrainConfig, model_path: Path, device: str, dtype: str, cpu_lora: CpuLora
-) -> EngineMemory:
-    if not config.engine.num_engines:
-        return NO_ENGINE
-    check_divisible(model_path, config.engine.tensor_parallel)
-    return launcher.memory(config, model_path, device, dtype, cpu_lora)
-
-
-def checkpointing_default(
-    launcher: Launcher,
-    config: TrainConfig,
-    model_path: Path,
-    device: str,
-    dtype: str,
-    cpu_lora: CpuLora,
-    placement: GpuChoice,
-) -> tuple[TrainConfig, str]:
+def checkpointing_default(config: TrainConfig, setup: Setup) -> tuple[TrainConfig, str]:
     """On a GPU, the settings with trainer.checkpointing chosen by memory, and a note, unless someone set it.
 
     `plan_memory` raises what is wrong, if anything is.
     """
-    if device == "cpu" or "checkpointing" in config.trainer.model_fields_set:
+    if setup.device == "cpu" or "checkpointing" in config.trainer.model_fields_set:
         return config, ""
-    engine = _engine_memory(launcher, config, model_path, device, dtype, cpu_lora)
-    sizes = model_sizes(model_path, config.lora, config.critic_lora)
+    engine = setup.engine(config)
     gpus = {gpu.index: gpu for gpu in visible_gpus()}
 
     def limit_of(candidate: TrainConfig, trainer: TrainerMemory) -> int | None:
-        return divide_gpus(candidate, trainer, engine, placement, gpus)[0].trainer_bytes
+        return divide_gpus(candidate, trainer, engine, setup.placement, gpus)[0].trainer_bytes
 
-    chosen = choose_checkpointing(config, sizes, dtype, limit_of)
+    chosen = choose_checkpointing(config, setup.sizes(config), setup.dtype, limit_of)
     name, tokens = chosen.trainer.checkpointing, enough_tokens(config)
     fits = f"a micro-batch of {tokens} tokens fits with it and keeps most"
     if name == "full":
@@ -215,15 +211,7 @@ def enough_tokens(config: TrainConfig) -> int:
     return max(ENOUGH_TOKENS if tokens == "auto" else tokens, config.max_sequence_tokens)
 
 
-def decode_whole_steps(
-    launcher: Launcher,
-    config: TrainConfig,
-    model_path: Path,
-    device: str,
-    dtype: str,
-    cpu_lora: CpuLora,
-    placement: GpuChoice,
-) -> tuple[TrainConfig, str]:
+def decode_whole_steps(config: TrainConfig, setup: Setup) -> tuple[TrainConfig, str]:
     """On a GPU, raise engine.max_num_seqs to all sequences of a step, with a note, unless someone set it.
 
     Or to as many of the longest as the KV cache holds, if these are more than the default. `enough_tokens` of
@@ -232,18 +220,17 @@ def decode_whole_steps(
     engines, default = config.engine.num_engines, config.engine.max_num_seqs
     step = math.ceil(config.rollout.prompts_per_step * config.rollout.group_size / max(1, engines))
     is_set = "max_num_seqs" in config.engine.model_fields_set
-    if device == "cpu" or not engines or step <= default or is_set:
+    if setup.device == "cpu" or not engines or step <= default or is_set:
         return config, ""
-    raised, where = _with_sequences(config, min(step, MOST_SEQUENCES)), (model_path, device, dtype, cpu_lora)
+    raised = _with_sequences(config, min(step, MOST_SEQUENCES))
     try:
-        plan, _ = plan_memory(launcher, raised, *where, placement)
+        plan, _ = plan_memory(raised, setup)
     except ConfigError:  # the plan without more sequences may fit, or says why not
         return config, ""
     if plan.kv_cache_bytes is None or plan.trainer_bytes is None:
         return config, ""
-    engine = _engine_memory(launcher, raised, *where)
-    held = engine.sequences(plan.kv_cache_bytes, config.max_sequence_tokens)
-    trainer = trainer_memory(model_sizes(model_path, config.lora, config.critic_lora), config, "cuda", dtype)
+    held = setup.engine(raised).sequences(plan.kv_cache_bytes, config.max_sequence_tokens)
+    trainer = trainer_memory(setup.sizes(config), config, "cuda", setup.dtype)
     tokens = most_tokens(config, trainer, plan.trainer_bytes + trainer.process)
     most = min(raised.engine.max_num_seqs, held)
     if most <= default or tokens < enough_tokens(config):

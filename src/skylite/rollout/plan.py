@@ -55,7 +55,7 @@ from skylite.processes.hardware import (
 )
 from skylite.processes.own_network import check_network
 from skylite.processes.streams import raise_file_limit
-from skylite.resources.gpu_memory_plan import checkpointing_default, decode_whole_steps, plan_memory
+from skylite.resources.gpu_memory_plan import Setup, checkpointing_default, decode_whole_steps, plan_memory
 from skylite.resources.gpu_placement import place
 from skylite.rollout.prompt_check import without
 from skylite.rollout.sources import ScoredData, Source, source_for
@@ -243,10 +243,10 @@ def choose_placement(
             launcher.check_model(model.path, device, config.lora.max_rank, config.lora),
             *launcher.notes(config, device, dtype, cpu_lora),
         ]
-    where = (model.path, device, dtype, cpu_lora, gpus)
-    config, checkpointing_note = checkpointing_default(launcher, config, *where)
-    config, sequences_note = decode_whole_steps(launcher, config, *where)
-    memory, memory_notes = plan_memory(launcher, config, *where)
+    setup = Setup(launcher, model.path, device, dtype, cpu_lora, gpus)
+    config, checkpointing_note = checkpointing_default(config, setup)
+    config, sequences_note = decode_whole_steps(config, setup)
+    memory, memory_notes = plan_memory(config, setup)
     notes = notes_of(
         *notes,
         why_no_gpu() if device == "cpu" else None,

@@ -27,7 +27,7 @@ from skylite.errors import ConfigError, DataError
 from skylite.hub.resolve import check_folder, resolve_model
 from skylite.notes import log_notes
 from skylite.processes.own_network import check_network
-from skylite.resources.gpu_memory_plan import plan_memory
+from skylite.resources.gpu_memory_plan import Setup, plan_memory
 from skylite.resources.gpu_placement import GpuChoice, place_again
 from skylite.rollout.plan import (
     RunPlan,
@@ -115,13 +115,15 @@ def _fit_again(
         update={"rank_gpus": gpus.rank_gpus, "engine_gpus": gpus.engine_gpus}
     )
     memory, notes = plan_memory(
-        load_launcher(config, programs),
         config,
-        resolved.model.path,
-        placement.device,
-        placement.dtype,
-        placement.cpu_lora,
-        gpus,
+        Setup(
+            load_launcher(config, programs),
+            resolved.model.path,
+            placement.device,
+            placement.dtype,
+            placement.cpu_lora,
+            gpus,
+        ),
     )
     log_notes(notes)
     return placement, memory
