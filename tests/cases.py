@@ -30,6 +30,7 @@ from skylite.trainer.trainer import Trainer, make_algorithm
 from tests.decisions import resolved
 from tests.reference import reference_loss
 from tests.rows import Row, groups_of, random_samples
+from tests.tiny_models import make_tiny_model
 
 PROBE = list(range(20, 40))
 
@@ -135,6 +136,28 @@ def reference_gradient(
 def flat_gradient(plain: Any, policy: Policy) -> torch.Tensor:
     parameters = dict(plain.named_parameters())
     return torch.cat([parameters[n].grad.flatten() for n in policy.lora])
+
+
+def model_with_norms(folder: Path, family: str) -> tuple[Any, str]:
+    """A tiny model whose norms have random gains, and the form of the gain in RMS_NORM_GAINS."""
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(folder, family))
+    torch.manual_seed(1)
+    for name, param in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(param, std=0.3)
+    return model, "1 + weight" if family.startswith("gemma") else "weight"
+
+
+def assert_same_gradients(fused: Any, model: Any) -> None:
+    """Two models give the weights of their projections the same gradients."""
+    tokens = torch.tensor([PROBE])
+
+    def grads(one: Any) -> list[torch.Tensor]:
+        weights = [p for n, p in one.named_parameters() if n.endswith("proj.weight")]
+        return [*torch.autograd.grad(one(tokens).logits.log_softmax(-1)[..., 3].sum(), weights)]
+
+    for ours, theirs in zip(grads(fused), grads(model), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-4)
 
 
 def relative_difference(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from skylite.model import chunked_logprobs, fast_path_check, triton_kernels
@@ -28,7 +27,7 @@ from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms, fuse_
 from skylite.model.kernel_check import TOLERANCE, kernel_differences, kernel_fault, relative_difference
 from skylite.model.policy import load_policy
 from skylite.model.process_group import Dist
-from tests.cases import PROBE
+from tests.cases import PROBE, assert_same_gradients, model_with_norms
 from tests.decisions import resolved
 from tests.one_rank import OneRank
 from tests.small_run import settings
@@ -232,26 +231,14 @@ def test_recomputing_gives_the_same_bits(kind: str):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma", "gemma3"])
 def test_a_model_with_kernels_has_the_models_gradients(family: str, tmp_path: Path):
-    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, family))
-    torch.manual_seed(1)
-    for name, param in model.named_parameters():
-        if "norm" in name:
-            nn.init.normal_(param, std=0.3)
+    model, gain = model_with_norms(tmp_path, family)
     fused = copy.deepcopy(model)
-    gain = "1 + weight" if family.startswith("gemma") else "weight"
     undos = [
         fuse_norms(fused, RMS_NORM_GAINS[gain], recompute=True, kernels=True),
         fuse_mlps(fused, recompute=True, kernels=True),
         fuse_rotary_embedding(fused),
     ]
-    tokens = torch.tensor([PROBE])
-
-    def grads(one: nn.Module) -> list[Tensor]:
-        weights = [p for n, p in one.named_parameters() if n.endswith("proj.weight")]
-        return [*torch.autograd.grad(one(tokens).logits.log_softmax(-1)[..., 3].sum(), weights)]
-
-    for ours, theirs in zip(grads(fused), grads(model), strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-4)
+    assert_same_gradients(fused, model)
     for undo in undos:
         assert undo is not None
         undo()

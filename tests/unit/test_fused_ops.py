@@ -16,10 +16,10 @@ from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms, gated_activation, rms_norm
 from skylite.model.policy import load_policy
 from skylite.model.process_group import Dist
-from tests.cases import PROBE
+from tests.cases import PROBE, assert_same_gradients, model_with_norms
 from tests.decisions import resolved
 from tests.small_run import settings
-from tests.tiny_models import FAMILIES, make_tiny_model
+from tests.tiny_models import FAMILIES
 
 SIZES = {
     "hidden_size": 64,
@@ -71,24 +71,12 @@ def test_recomputing_gives_the_same_bits(kind: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_norms_and_mlps_equal_the_models(family: str, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path, family))
-    torch.manual_seed(1)
-    for name, param in model.named_parameters():
-        if "norm" in name:
-            nn.init.normal_(param, std=0.3)
+    model, gain = model_with_norms(tmp_path, family)
     fused = copy.deepcopy(model)
-    gain = "1 + weight" if family == "gemma" else "weight"
     assert fuse_norms(fused, RMS_NORM_GAINS[gain], recompute=True) is not None
     undo = fuse_mlps(fused, recompute=True)
     assert undo is not None
-    tokens = torch.tensor([PROBE])
-
-    def grads(one: nn.Module) -> list[Tensor]:
-        weights = [p for n, p in one.named_parameters() if n.endswith("proj.weight")]
-        return [*torch.autograd.grad(one(tokens).logits.log_softmax(-1)[..., 3].sum(), weights)]
-
-    for ours, theirs in zip(grads(fused), grads(model), strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-4)
+    assert_same_gradients(fused, model)
     undo()
     assert all("forward" not in vars(m) for m in fused.modules() if type(m).__name__.endswith("MLP"))
 
