@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_the_kernels_are_right_under_the_interpreter() -> None:
     pytest.importorskip("triton")
     done = subprocess.run(
