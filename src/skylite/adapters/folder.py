@@ -21,7 +21,7 @@ class ServedAdapter:
     base_model: str
     """Name or folder recorded with the adapter."""
     rank: int
-    """The highest of its modules."""
+    """The highest rank of a module."""
     target_modules: list[str] | None
     """Module names; None when the adapter has a pattern instead."""
     run: RunDir | None

@@ -87,7 +87,7 @@ class WarmStart:
     odd_name: str | None
     """A name of a tensor that engines do not read; None if they read all."""
     saved: dict[str, str]
-    """Other tensors in the file -> the base's weights that they should be."""
+    """Other tensors in the file, each with the name of the base's weight that it must equal."""
     manifest: Manifest | None
     """None for an adapter that skylite did not publish."""
 

@@ -24,7 +24,7 @@ BASE_NAME = "base"
 
 
 def served_versions(config: TrainConfig) -> int:
-    """Versions that a run samples from at once: k, and when it samples ahead k + 1 beside requests for k.
+    """How many adapter versions a run samples from at once: one, and two if it samples ahead.
 
     On-policy no request for k is left when k + 1 is loaded. An engine holds one adapter more than it samples
     from at once, so a restarted one can load both.
@@ -116,7 +116,7 @@ class EngineMemory:
         return (sequences * -(-tokens // self.block_size) + 1) * self.block_size * self.kv_per_token
 
     def sequences(self, kv_cache: float, tokens: int) -> int:
-        """Sequences of so many tokens that a KV cache of so many bytes holds."""
+        """How many sequences of `tokens` tokens a KV cache of `kv_cache` bytes holds."""
         return (int(kv_cache) // (self.block_size * self.kv_per_token) - 1) // -(-tokens // self.block_size)
 
     def longest(self, kv_cache: float) -> int:

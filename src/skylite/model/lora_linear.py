@@ -92,7 +92,7 @@ class _LoraLinears(torch.autograd.Function):
             ys.append(
                 functional.linear(x, weight.to(x.dtype), bias).addmm_(shrunk[:, ranks], b.t(), alpha=scale)
             )
-        # In the dtype of the parameters, those: a stacked copy of all A would take memory until backward.
+        # If x has the dtype of the parameters, these are the parameters, and no copies until backward.
         ctx.save_for_backward(
             x if recompute_fn is None else None, shrunk, *weights, *rounded.all_b, *rounded.all_a
         )

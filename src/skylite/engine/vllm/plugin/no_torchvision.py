@@ -41,7 +41,7 @@ class _Missing(type):
 
 
 class _Empty(ModuleType):
-    """A module that has every name: its modules are in lower case."""
+    """A module that has every name. One in lower case is a module, any other a class."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
