@@ -70,6 +70,7 @@ check: $(READY) ## format, lint, types, layers, links, and whether pages made fr
 	$(BIN)/python docs/check_pages.py
 	$(BIN)/python docs/generate_reference.py --check
 	$(BIN)/python docs/generate_gpu_fit.py --check
+	$(BIN)/python docs/generate_gpu_results.py --check
 
 # Three processes share the test files (tests/conftest.py groups them). Most tests wait for one thread: an
 # import, a start, a disk. Waiting OpenMP threads sleep (passive): spinning ones take the cores from the others.
@@ -109,7 +110,7 @@ CHECK_PATH := $(CURDIR)/src:$(CURDIR):$(abspath $(PACKAGES))$${PYTHONPATH:+:$$PY
 CHECK_PYTHON := $(if $(PACKAGES),PYTHONPATH="$(CHECK_PATH)" HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 $(PYTHON),\
 	$(BIN)/python)
 
-gpu-check: $(if $(PACKAGES),,$(READY)) ## GPU only: ten minutes of checks (benchmarks/results/gpu.json)
+gpu-check: $(if $(PACKAGES),,$(READY)) ## GPU only: 13 minutes of checks (benchmarks/results/gpu.json)
 	$(CHECK_PYTHON) benchmarks/gpu_check.py --out benchmarks/results/gpu.json
 
 torture: $(READY) ## kills, bad inputs, a long run (1 to 2 hours); benchmarks/results/torture.json
@@ -134,6 +135,7 @@ docs: ## build the site in build/docs/site; a broken link or anchor fails
 docs-reference: $(READY) ## write the pages and tables in docs/ that are made from the code
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_gpu_fit.py
+	$(BIN)/python docs/generate_gpu_results.py
 
 vllm-models: $(READY) ## write engine/vllm/vllm_models.json, what vLLM serves with LoRA, from the installed vLLM
 	$(BIN)/python -m tests.integration.vllm_models

@@ -78,7 +78,7 @@ class Kind:
 KINDS = [
     Kind(model, logprobs, batched)
     for model in (ADAPTER, BASE_NAME)
-    for logprobs, batched in ((True, False), (True, True), (False, False))
+    for logprobs, batched in ((True, True), (True, False), (False, False))
 ]
 
 

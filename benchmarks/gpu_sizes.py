@@ -37,8 +37,8 @@ class Sizes:
 
 REAL = Sizes(prompts=8, group_size=8, prompt=256, median=400, longest=2048, budget=16384, vocab=20000)
 TINY = Sizes(prompts=2, group_size=2, prompt=8, median=8, longest=20, budget=256, vocab=500)
-BUDGETS = {"qwen2.5-7b": 8192}
-"""By shape, where REAL's would need more than the 80 GB of an H100 without checkpointing."""
+BUDGETS = {"qwen2.5-7b": 8192, "qwen2.5-0.5b": 65536}
+"""By shape: less where 80 GB do not hold REAL's, more where the GPU would wait for the host."""
 
 
 def sizes_of(shape: str, dry_run: bool) -> tuple[str, Sizes]:
@@ -103,6 +103,8 @@ def make_model(shape: str, folder: Path) -> Path:
     tokenizer = tiny_tokenizer()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
+    del model  # this process goes on, and a run finds its GPU free
+    torch.cuda.empty_cache()
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer.json"
     data = json.loads(path.read_text(encoding="utf-8"))

@@ -61,12 +61,12 @@ def planned(gpu_check: Any, monkeypatch: pytest.MonkeyPatch, taken: dict[str, fl
     return given
 
 
-def test_the_halves_fit_into_150_and_430_seconds(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_halves_fit_into_250_and_540_seconds(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_check = module("gpu_check")
     limits = {name: part.limit_s for name, part in gpu_check.PARTS.items()}
     sums = {half: sum(p.limit_s for p in parts.values()) for half, parts in gpu_check.HALVES.items()}
-    assert sums["train"] <= 150
-    assert sums["serve"] <= 430
+    assert sums["train"] <= 250
+    assert sums["serve"] <= 540
     assert planned(gpu_check, monkeypatch, {}) == limits, "parts that use their time cut no later part"
 
 
@@ -132,9 +132,9 @@ def test_results_are_kept_on_a_machine_without_git_and_with_a_broken_driver(
     assert found["gpus"][0].startswith("nvidia-smi failed: ")
 
 
-def test_the_largest_shape_has_micro_batches_that_fit(gpu_train: Any) -> None:
+def test_each_shape_has_its_own_micro_batches(gpu_train: Any) -> None:
     sizes = {shape: gpu_train.sizes_of(shape, False)[1].budget for shape in gpu_train.MODES}
-    assert sizes == {"qwen2.5-7b": 8192, "qwen2.5-0.5b": 16384}
+    assert sizes == {"qwen2.5-7b": 8192, "qwen2.5-0.5b": 65536}
     assert gpu_train.sizes_of("qwen2.5-7b", True)[0] == "tiny"
 
 
