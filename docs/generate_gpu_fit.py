@@ -29,6 +29,7 @@ from skylite.processes.gpus import Gpu
 from skylite.resources.gpu_memory_plan import (
     TrainerMemory,
     choose_checkpointing,
+    choose_replication,
     divide_gpus,
     most_tokens,
     trainer_memory,
@@ -167,6 +168,8 @@ def fit_with(folder: Path, mib: int, tree: dict[str, dict[str, Any]], layout: La
         check_divisible(folder, layout.tensor_parallel)
         engine = VllmLauncher().memory(config, folder, "cuda", "bfloat16", "auto")
         config = choose_checkpointing(config, sizes, "bfloat16", lambda *x: divided(*x).trainer_bytes)
+        if layout.ranks > 1 and not config.trainer.offload:
+            config = choose_replication(config, sizes, "bfloat16", lambda *x: divided(*x).trainer_bytes)
         trainer = trainer_memory(sizes, config, "cuda", "bfloat16")
         budget = divided(config, trainer)
     except ConfigError:

@@ -44,9 +44,9 @@ def fake_policy(
     `probes`: run them too, which takes most of the time. Without values their result is ignored.
     """
 
-    def load_base(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> tuple[Any, str]:
+    def load_base(path: str, dtype: torch.dtype, *_: Any) -> tuple[Any, str]:
         register_backends()
-        with dist.device:
+        with GPU:
             base = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
         return base.eval(), ""
 

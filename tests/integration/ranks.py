@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from skylite.model.process_group import process_group, set_threads
 from skylite.trainer.critic import make_critic
@@ -20,6 +21,8 @@ CASES = {
 }
 CASES["ppo"] = {"algorithm": {"name": "ppo", "gae_lambda": 0.9}, "critic": {"rank": 3, "max_grad_norm": 1e9}}
 CASES["two updates"] = {"algorithm": {"updates_per_step": 2}}
+REPLICATED = "replicated base"
+CASES[REPLICATED] = {**CASES["grpo"], "trainer": {"tokens_per_micro_batch": 60, "replicate_base": True}}
 SEVERAL_TURNS = "several turns: "
 CASES |= {f"{SEVERAL_TURNS}{n}": CASES[n] for n in ("grpo", "gspo", "kl_cov", "ppo", "reinforce++")}
 CALL_TREES = "call tree "
@@ -58,6 +61,7 @@ def main(model: Path, out: Path, names: list[str]) -> None:
             found[name] = {
                 "grads": optimizer.grads,
                 "metrics": metrics,
+                "sharded": any(isinstance(p, DTensor) for p in policy.model.parameters()),
                 "critic": None if critic is None else critic.optimizer.grads,
             }
         if dist.is_main:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.cases import plain_model, policy_of, reference_gradient, relative_difference
-from tests.integration.ranks import CALL_TREES, CASES, SEVERAL_TURNS, rows_of
+from tests.integration.ranks import CALL_TREES, CASES, REPLICATED, SEVERAL_TURNS, rows_of
 from tests.integration.torchrun import run_module
 from tests.small_run import lone_rank, settings
 
@@ -47,6 +47,11 @@ def test_two_ranks_give_the_gradient_and_the_metrics_of_one(name: str, by_ranks:
     assert one["metrics"].keys() == two["metrics"].keys()
     for key in one["metrics"].keys() - {"tokens/unique"}:  # two ranks hold the shared prefix twice
         assert two["metrics"][key] == pytest.approx(one["metrics"][key], rel=1e-4, abs=1e-6), key
+
+
+def test_ranks_shard_the_base_unless_each_holds_it(by_ranks: dict[int, Any]) -> None:
+    assert {name for name, found in by_ranks[2].items() if not found["sharded"]} == {REPLICATED}
+    assert not by_ranks[1]["grpo"]["sharded"]
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n not in NO_REFERENCE])

@@ -15,7 +15,13 @@ from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.errors import ConfigError
 from skylite.notes import Note, log_notes
 from skylite.resources import gpu_memory_plan
-from skylite.resources.gpu_memory_plan import Setup, checkpointing_default, plan_memory
+from skylite.resources.gpu_memory_plan import (
+    Setup,
+    checkpointing_default,
+    plan_memory,
+    replicate_default,
+    trainer_memory,
+)
 from skylite.resources.gpu_placement import place
 from skylite.rollout.plan import device_defaults
 from tests.fakes.launcher import FakeLauncher
@@ -76,6 +82,36 @@ def test_the_least_recomputation_with_which_a_micro_batch_fits_is_chosen(
     assert checkpointing_default(own, Setup(VllmLauncher(), *where)) == (own, "")
     on_cpu: tuple[Any, ...] = (model, "cpu", "float32", "dense", where[-1])
     assert checkpointing_default(config, Setup(VllmLauncher(), *on_cpu)) == (config, "")
+
+
+@pytest.mark.parametrize(("shape", "whole"), [("0.5B", True), ("7B", True), ("14B", False)])
+def test_each_rank_holds_the_whole_base_where_a_micro_batch_fits_beside_it(
+    machine: Machine, tmp_path: Path, shape: str, whole: bool
+) -> None:
+    """Two GPUs of 80 GB train, two sample. 14B would then need to recompute for 8,192 tokens."""
+    machine.lists(*([H100] * 4))
+    machine.has_torch()
+    model = script("generate_gpu_fit").write_shapes(tmp_path, shape)
+    several: dict[str, Any] = {"engine": {"num_engines": 2, "gpu_memory_utilization": 0.9}}
+    sizes: dict[str, Any] = {"attention": "flex", "tokens_per_micro_batch": "auto", "num_ranks": 2}
+    config = settings(trainer=sizes, **several)
+    setup = Setup(VllmLauncher(), model, "cuda", "bfloat16", "dense", place(config, "cuda"))
+    config, _ = checkpointing_default(config, setup)
+    found, note = replicate_default(config, setup)
+    assert found.trainer.replicate_base == whole
+    assert bool(note) == whole
+    assert plan_memory(found, setup)[1][1].level != "warning"
+    weights = trainer_memory(setup.sizes(found), found, "cuda", "bfloat16").weights
+    assert (weights == 2 * setup.sizes(found).parameters) == whole
+    own = settings(trainer=sizes | {"replicate_base": False}, **several)
+    assert replicate_default(own, setup) == (own, "")
+    alone = settings(trainer=sizes | {"num_ranks": 1}, **several)
+    assert replicate_default(alone, setup) == (alone, "")
+
+
+def test_a_replicated_base_is_not_offloaded() -> None:
+    with pytest.raises(ValueError, match="set only one"):
+        settings(trainer={"replicate_base": True, "offload": True})
 
 
 @pytest.mark.parametrize(

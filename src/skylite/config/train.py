@@ -52,6 +52,10 @@ class TrainerConfig(Section):
     """Attention over a micro-batch's prefix tree. sdpa: one scaled_dot_product_attention per piece of the
     tree. flex: one FlexAttention call with a block mask (GPU only). Unless you set it: flex on a GPU, sdpa on
     a CPU. Where the model or torch's compiler refuses flex, skylite uses sdpa and says so."""
+    replicate_base: bool = False
+    """Each of several ranks holds the whole frozen base, so that none gathers layers from the others. false:
+    they shard it (FSDP2). Unless you set it: on GPUs true if a micro-batch of 8192 tokens, or of the size you
+    set, still fits by the predicted memory; false on a CPU, where ranks share the memory."""
     offload: bool = False
     """Keep the base model's shards and the optimizer state in CPU memory (GPU only). Use it if the model does
     not fit on the GPU."""
@@ -64,6 +68,15 @@ class TrainerConfig(Section):
     deterministic: bool = False
     """Use only algorithms that give the same bits every time, and a recorded number of threads. torch raises
     RuntimeError if a GPU has no such algorithm."""
+
+    @model_validator(mode="after")
+    def check_base(self) -> Self:
+        if self.replicate_base and self.offload:
+            raise ValueError(
+                "trainer.replicate_base=true holds the base in each rank's own memory, and "
+                "trainer.offload=true keeps it out of there; set only one of them."
+            )
+        return self
 
 
 class OptimConfig(Section):

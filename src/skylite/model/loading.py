@@ -1,4 +1,4 @@
-"""Loads the frozen base model: full on a single rank, sharded by FSDP2 on several."""
+"""Loads the frozen base model: full on a single rank or on each, or sharded by FSDP2 on several."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from skylite.untrusted_files import read_text, regular
 from skylite.untrusted_text import parse_json
 
 
-def load_base(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> tuple[PreTrainedModel, str]:
+def load_base(
+    path: str, dtype: torch.dtype, dist: Dist, offload: bool, replicate: bool = False
+) -> tuple[PreTrainedModel, str]:
     """Load the frozen model of a local folder, with skylite's tree attention registered.
 
-    A single rank holds the full model. On several ranks each rank reads its own shard, and holds no more than
-    that and the layer that it computes. In most mixtures of experts the tensors in the files are not the
-    model's parameters one to one. Then rank 0 loads the full model into CPU memory and sends the other ranks
-    theirs.
+    A single rank holds the full model. On several ranks, unless they `replicate` it, each rank reads its own
+    shard, and holds no more than that and the layer that it computes. In most mixtures of experts the tensors
+    in the files are not the model's parameters one to one. Then rank 0 loads the full model into CPU memory
+    and sends the other ranks theirs.
 
     Args:
         path: folder with config and safetensors.
         dtype: compute dtype of the weights.
         dist: this rank; all ranks call this function.
         offload: keep the shards in CPU memory.
+        replicate: every rank holds the full model.
 
     Returns:
         The model, and a sentence for the log that says how it was loaded.
@@ -42,9 +45,10 @@ def load_base(path: str, dtype: torch.dtype, dist: Dist, offload: bool) -> tuple
         ModelError: the folder is missing, damaged or incomplete.
     """
     register_backends()
-    if dist.dp_size == 1 and not offload:
+    if (dist.dp_size == 1 or replicate) and not offload:
         # FSDP on a single rank would hold the base twice.
-        return _load_full(path, dtype, dist.device), "base model: full on a single rank"
+        where = "a single rank" if dist.dp_size == 1 else "each rank"
+        return _load_full(path, dtype, dist.device), f"base model: full on {where}"
     try:
         base = _load_shards(Path(path), dtype, dist, offload)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:

@@ -1,4 +1,4 @@
-"""The policy under training: a frozen base model sharded by FSDP2, and LoRA adapters, full on every rank."""
+"""The policy under training: a frozen base model, and LoRA adapters, full on every rank."""
 
 from __future__ import annotations
 
@@ -76,12 +76,13 @@ class Policy:
 
 
 def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
-    """Load and shard the base, and add the adapters. All ranks call it; rank 0 initialises LoRA for all.
+    """Load the base, and add the adapters. All ranks call it; rank 0 initialises LoRA for all.
 
     Raises ModelError if the model cannot be loaded or adapted, or if the warm-start adapter does not fit.
     """
     dtype = torch.float32 if resolved.placement.dtype == "float32" else torch.bfloat16
-    base, how = load_base(str(resolved.model.path), dtype, dist, config.trainer.offload)
+    trainer = config.trainer
+    base, how = load_base(str(resolved.model.path), dtype, dist, trainer.offload, trainer.replicate_base)
     if dist.is_main:
         print(how, file=sys.stderr, flush=True)
     modules = adapted_modules(base, config.lora)
@@ -99,7 +100,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     if REF in model.peft_config:
         for param, ref in zip(params.values(), adapter_params(model, REF).values(), strict=True):
             ref.data.copy_(param.data)
-    checkpointing = config.trainer.checkpointing
+    checkpointing = trainer.checkpointing
     if checkpointing == "full":
         checkpoint_layers(layers, has_dropout=config.lora.dropout > 0)
     return Policy(
@@ -111,7 +112,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
         lm_head=None,
         checkpointing=checkpointing,
         device=dist.device,
-        attention=config.trainer.attention,
+        attention=trainer.attention,
     )
 
 

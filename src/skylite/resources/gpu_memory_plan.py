@@ -174,6 +174,27 @@ def checkpointing_default(config: TrainConfig, setup: Setup) -> tuple[TrainConfi
     return chosen, f"trainer.checkpointing={name}: {fits}, by the predicted memory"
 
 
+def replicate_default(config: TrainConfig, setup: Setup) -> tuple[TrainConfig, str]:
+    """On several GPUs, the settings with the whole base on each rank where it fits, and a note.
+
+    Unless someone set it. Checkpointing is chosen before: to gather layers costs less than to compute again.
+    """
+    ranks, own = config.trainer.num_ranks, config.trainer
+    if setup.device == "cpu" or ranks == 1 or own.offload or "replicate_base" in own.model_fields_set:
+        return config, ""
+    engine, gpus = setup.engine(config), {gpu.index: gpu for gpu in visible_gpus()}
+    chosen = choose_replication(
+        config,
+        setup.sizes(config),
+        setup.dtype,
+        lambda c, trainer: divide_gpus(c, trainer, engine, setup.placement, gpus)[0].trainer_bytes,
+    )
+    if chosen is config:
+        return config, ""
+    fits = f"a micro-batch of {enough_tokens(config)} tokens fits beside it, by the predicted memory"
+    return chosen, f"trainer.replicate_base=true: each of the {ranks} ranks holds the whole base; {fits}"
+
+
 def choose_checkpointing(
     config: TrainConfig,
     sizes: ModelSizes,
@@ -197,6 +218,27 @@ def choose_checkpointing(
         if most_tokens(candidate, trainer, limit + trainer.process) >= enough_tokens(config):
             return candidate
     return _with_checkpointing(config, "full")
+
+
+def choose_replication(
+    config: TrainConfig,
+    sizes: ModelSizes,
+    dtype: str,
+    limit_of: Callable[[TrainConfig, TrainerMemory], int | None],
+) -> TrainConfig:
+    """The settings with the whole base on each rank, if `enough_tokens` fit then.
+
+    `limit_of`: as for `choose_checkpointing`.
+    """
+    whole = config.trainer.model_copy(update={"replicate_base": True})
+    candidate = config.model_copy(update={"trainer": whole})
+    trainer = trainer_memory(sizes, candidate, "cuda", dtype)
+    try:
+        limit = limit_of(candidate, trainer)
+    except ConfigError:
+        return config
+    fits = limit is not None and most_tokens(candidate, trainer, limit + trainer.process)
+    return candidate if fits and fits >= enough_tokens(config) else config
 
 
 def _with_checkpointing(config: TrainConfig, name: str) -> TrainConfig:
@@ -277,7 +319,9 @@ def trainer_memory(sizes: ModelSizes, config: TrainConfig, device: Device, dtype
 def _weight_bytes(sizes: ModelSizes, config: TrainConfig, item: int) -> int:
     """Of a rank's shard, and of what FSDP gathers from all: two layers, and all that is outside of layers."""
     ranks, offload = config.trainer.num_ranks, config.trainer.offload
-    # A float32 model is stored in bfloat16 on one rank if that loses nothing (model/bf16_weights.py).
+    if config.trainer.replicate_base:
+        ranks = 1
+    # A float32 model that is not sharded is stored in bfloat16 if that loses nothing (model/bf16_weights.py).
     stored = 2 if ranks == 1 else item
     shard = 0 if offload else sizes.parameters * stored // ranks
     gathered = (2 * sizes.largest_layer + sizes.outside_layers) * item if ranks > 1 or offload else 0

@@ -55,7 +55,13 @@ from skylite.processes.hardware import (
 )
 from skylite.processes.own_network import check_network
 from skylite.processes.streams import raise_file_limit
-from skylite.resources.gpu_memory_plan import Setup, checkpointing_default, decode_whole_steps, plan_memory
+from skylite.resources.gpu_memory_plan import (
+    Setup,
+    checkpointing_default,
+    decode_whole_steps,
+    plan_memory,
+    replicate_default,
+)
 from skylite.resources.gpu_placement import place
 from skylite.rollout.prompt_check import without
 from skylite.rollout.sources import ScoredData, Source, source_for
@@ -245,6 +251,7 @@ def choose_placement(
         ]
     setup = Setup(launcher, model.path, device, dtype, cpu_lora, gpus)
     config, checkpointing_note = checkpointing_default(config, setup)
+    config, base_note = replicate_default(config, setup)
     config, sequences_note = decode_whole_steps(config, setup)
     memory, memory_notes = plan_memory(config, setup)
     notes = notes_of(
@@ -259,6 +266,7 @@ def choose_placement(
         triton_note(device),
         *of_engines,
         checkpointing_note,
+        base_note,
         sequences_note,
         *memory_notes,
     )

@@ -273,6 +273,7 @@ SAFE_CHANGES = (
 trainer.offload only changes where the base and the AdamW moments are stored."""
 ROUNDING_CHANGES = (
     "trainer.num_ranks",
+    "trainer.replicate_base",
     "trainer.num_threads",
     "trainer.tokens_per_micro_batch",
     "trainer.checkpointing",
