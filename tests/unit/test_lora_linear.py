@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from skylite.model import lora_linear
 from skylite.model.activation_checkpointing import with_recompute_fn
-from skylite.model.lora_linear import fuse_lora_layers, lora_linears
+from skylite.model.lora_linear import drop_after_a, fuse_lora_layers, lora_linears
 
 
 def model(*, fused: bool, bias: bool = True, dropout: float = 0.0) -> PeftModel:
@@ -99,6 +99,23 @@ def test_unsupported_settings_use_pefts_path() -> None:
     torch.manual_seed(3)
     assert torch.equal(ours, reference(x))
     assert not torch.allclose(ours, dropping.eval()(x))
+
+
+def test_dropout_after_a_zeroes_and_scales_elements_of_its_output() -> None:
+    torch.manual_seed(0)
+    peft = adapted(nn.Sequential(nn.Linear(8, 3)), ["0"], dropout=0.25, fused=False)
+    layer = peft.base_model.model[0]
+    layer.lora_B["default"].weight.data = torch.eye(3)  # the adapter's part is the output of A, scaled
+    x, scale = torch.randn(200, 8), 5 / 3
+    drop_after_a(peft, "default")
+    fuse_lora_layers(peft)
+    output_of_a = x @ layer.lora_A["default"].weight.T
+    assert torch.allclose(peft.eval()(x) - layer.base_layer(x), scale * output_of_a, atol=1e-5)
+    factors = (peft.train()(x) - layer.base_layer(x)) / (scale * output_of_a)
+    dropped = factors.abs() < 1e-3
+    assert torch.allclose(factors[~dropped], torch.tensor(4 / 3), atol=1e-3)
+    assert 0.15 < dropped.float().mean() < 0.35
+    assert (dropped.sum(dim=1) == 1).any(), "each element of A's output on its own"
 
 
 def test_autocast_computes_in_its_dtype_with_float32_gradients() -> None:

@@ -196,11 +196,14 @@ def test_a_non_finite_gradient_stops_the_run_and_keeps_the_weights(tiny_llama: P
     assert all(torch.equal(before[n], t) for n, t in adapter_tensors(policy).items())
 
 
-def test_dropout_depends_only_on_seed_and_step(tiny_llama: Path, dist: Dist):
+@pytest.mark.parametrize("position", ["before", "after"])
+def test_dropout_depends_only_on_seed_and_step(position: str, tiny_llama: Path, dist: Dist):
+    lora = {"dropout": 0.3, "dropout_position": position}
+
     def gradient(seed: int, step: int) -> torch.Tensor:
-        policy = policy_of(tiny_llama, settings(lora={"dropout": 0.3}), dist)
+        policy = policy_of(tiny_llama, settings(lora=lora), dist)
         torch.manual_seed(time.monotonic_ns() % 1000)  # earlier random numbers must not matter
-        config = settings(lora={"dropout": 0.3}, seed=seed)
+        config = settings(lora=lora, seed=seed)
         optimizer = optimizer_of(policy, config)
         train_rows(policy, optimizer, random_samples(0), step, config, dist)
         return optimizer.grads.clone()

@@ -30,7 +30,9 @@ class LoraConfig(Section):
     alpha: Annotated[float, Flag("--alpha", UPDATE)] = Field(32.0, gt=0)
     """Scales the LoRA update by alpha / rank, or by alpha / sqrt(rank) with use_rslora."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout probability on the adapter's input during training. The engine samples without dropout."""
+    """Dropout probability in the adapter during training. The engine samples without dropout."""
+    dropout_position: Literal["before", "after"] = "before"
+    """Where dropout is: on the input of A (PEFT; Megatron's pre), or on its output (Megatron's post)."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Modules that get LoRA: "all-linear" (all but the LM head), or a list of module names, regular
     expressions and wildcards ("*.layers.0.*"). The last two must match the complete module path; wildcards

@@ -282,6 +282,30 @@ class _FusedLayers:
         return [y.view(*x.shape[:-1], -1) for y in ys]
 
 
+class _DropsAfterA(nn.Module):
+    """Stands in PEFT's layer where the input's dropout was, and drops the output of A instead."""
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def drop(self, _a: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        """A forward hook of A."""
+        return functional.dropout(output, self.probability, self.training)
+
+
+def drop_after_a(model: nn.Module, adapter: str) -> None:
+    """Move the adapter's dropout from the input of each A to its output."""
+    for layer in model.modules():
+        if isinstance(layer, PeftLinear) and adapter in layer.lora_A:
+            moved = _DropsAfterA(layer.lora_dropout[adapter].p)
+            layer.lora_dropout[adapter] = moved.train(layer.lora_dropout[adapter].training)
+            layer.lora_A[adapter].register_forward_hook(moved.drop)
+
+
 _WITH_OUTPUTS: set[_FusedLayers] = set()
 """Those in the middle of a pass: between the first call of their layers and the last."""
 

@@ -30,7 +30,7 @@ from skylite.model.activation_checkpointing import Checkpointing, checkpoint_lay
 from skylite.model.chunked_logprobs import token_logprobs
 from skylite.model.lm_head import score_in_chunks, top_tokens_in_chunks
 from skylite.model.loading import decoder_layers, load_base, text_path
-from skylite.model.lora_linear import fuse_lora_layers
+from skylite.model.lora_linear import drop_after_a, fuse_lora_layers
 from skylite.model.packing import PackedTokens, Packing
 from skylite.model.process_group import Dist
 from skylite.untrusted_files import regular
@@ -303,6 +303,8 @@ def _add_adapters(base: PreTrainedModel, config: TrainConfig, modules: list[str]
         for name, param in adapter_params(model, POLICY).items():
             if "lora_A" in name:
                 nn.init.xavier_normal_(param.data)
+    if config.lora.dropout and config.lora.dropout_position == "after":
+        drop_after_a(model, POLICY)
     _activate(model, POLICY)
     fuse_lora_layers(model)
     return model
