@@ -10,7 +10,7 @@ from skylite.model import prefix_tree as tree_module
 from skylite.model import tree_attention as tree_attention_module
 from skylite.model.flex_attention import flex_tree_attention
 from skylite.model.packing import pack_tokens
-from skylite.model.prefix_tree import Tree, build_tree, shared_length, tree_size
+from skylite.model.prefix_tree import Tree, build_tree, shared_length, tree_size, tree_work
 from skylite.model.tree_attention import ScoreSettings, TreeLayout, tree_attention, tree_layout
 from skylite.run.rollout_file import examples_of
 from skylite.trainer.micro_batches import by_trajectory, plan_micro_batches
@@ -219,6 +219,39 @@ def test_micro_batches_count_what_sub_agents_share():
     (micro_batches,) = plan_micro_batches(trajectories, unique - 1, 1, "tree", "token")
     assert len(micro_batches) == 2
     assert all(size(examples, "tree") < unique for examples in micro_batches)
+
+
+def test_work_counts_the_pairs_of_each_node_and_its_ancestors():
+    sequences, groups = [[1, 2, 3, 4], [1, 2, 5], [1, 7]], [0, 0, 1]
+    nodes, pairs = tree_work(sequences, groups)
+    assert nodes == 6  # 1; 2, 3, 4; 5; 7
+    assert pairs == 1 + (2 + 3 + 4) + 3 + 2
+
+
+def test_ranks_get_equal_shares_of_the_work_and_not_of_the_tokens():
+    """The pairs of a long completion cost more than its tokens."""
+    lengths = [100, 100] + [10] * 70
+    rows = [
+        Row(
+            group=group,
+            prompt_token_ids=[],
+            completion_token_ids=[1000 * group + i for i in range(length)],
+            sampling_logprobs=[-1.0] * length,
+            reward=0.0,
+        )
+        for group, length in enumerate(lengths)
+    ]
+    trajectories = by_trajectory(examples_of(groups_of(rows)))
+
+    def work(plan):
+        """Tokens, and the sum over all pairs, of each rank."""
+        sizes = [[len(e.token_ids) for micro in rank for e in micro] for rank in plan]
+        return [sum(n + 0.2 * n * (n + 1) / 2 for n in rank) for rank in sizes]
+
+    by_work = work(plan_micro_batches(trajectories, 4096, 2, "tree", "trajectory", 0.2))
+    assert max(by_work) < 1.02 * min(by_work)
+    one_long = work(plan_micro_batches(trajectories[1:], 4096, 2, "tree", "trajectory"))
+    assert max(one_long) > 1.3 * min(one_long), "equal tokens are unequal work"
 
 
 def trajectories_of(seed, num_groups):

@@ -65,6 +65,8 @@ class Policy:
     """Whether Triton's kernels read the logits of `lm_head` (model/triton_kernels.py)."""
     attention: str = "sdpa"
     """Attention over a tree, a key of attention_backends.BACKENDS."""
+    pair_cost: float = 0.0
+    """Work of a pair of tokens in all attention layers, in units of the work of one token in all matrices."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         """In bfloat16, autocast rounds the float32 LoRA matrices to bfloat16, as publishing does."""
@@ -88,6 +90,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     modules = adapted_modules(base, config.lora)
     target_modules = short_names((name for name, _ in base.named_modules()), modules)
     layers = decoder_layers(base)
+    pair_cost = _pair_cost(base, layers)
     torch.manual_seed(config.seed)
     model = _add_adapters(base, config, modules)
     model.eval()
@@ -113,7 +116,21 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
         checkpointing=checkpointing,
         device=dist.device,
         attention=trainer.attention,
+        pair_cost=pair_cost,
     )
+
+
+def _pair_cost(base: PreTrainedModel, layers: list[nn.Module]) -> float:
+    """See `Policy.pair_cost`. 0 for a model without attention heads in its config.
+
+    Of a forward and backward pass, in FLOP: a weight of a layer takes 2 + 2 per token (its own gradient is
+    not computed), a pair 4 + 10 per channel (FlashAttention-2, arXiv 2307.08691).
+    """
+    config = base.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 0)
+    channels = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads) if heads else 0
+    weights = sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() > 1)
+    return 14 * channels * len(layers) / (4 * weights)
 
 
 def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:

@@ -107,9 +107,16 @@ def build_tree(sequences: Sequence[Tokens], groups: Sequence[int]) -> Tree:
 
 def tree_size(sequences: Sequence[Tokens], groups: Sequence[int]) -> int:
     """The number of nodes of `build_tree`, without building it."""
+    return tree_work(sequences, groups)[0]
+
+
+def tree_work(sequences: Sequence[Tokens], groups: Sequence[int]) -> tuple[int, int]:
+    """The nodes of `build_tree`, and the pairs of a node and a node that it attends to, itself included."""
     arrays = [np.asarray(s, dtype=np.int64) for s in sequences]
     _, prefix, lengths = find_sharing(arrays, groups)
-    return prefix + sum(len(a) - shared for a, shared in zip(arrays, lengths, strict=True))
+    spans = [(0, prefix), *((shared, len(a)) for a, shared in zip(arrays, lengths, strict=True))]
+    nodes = sum(end - start for start, end in spans)
+    return nodes, sum(end * (end + 1) - start * (start + 1) for start, end in spans) // 2
 
 
 def find_sharing(arrays: Sequence[IntArray], groups: Sequence[int]) -> tuple[list[int], int, list[int]]:

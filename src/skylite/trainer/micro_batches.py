@@ -18,7 +18,7 @@ from skylite.config.train import TrainConfig
 from skylite.errors import DataError
 from skylite.model.packing import NO_TOKENS, PackedTokens, Packing, pack_tokens, upload
 from skylite.model.policy import Policy
-from skylite.model.prefix_tree import shared_length, tree_size
+from skylite.model.prefix_tree import shared_length, tree_size, tree_work
 from skylite.model.process_group import Dist
 from skylite.types import TrainingExample
 
@@ -180,7 +180,14 @@ def pack(
     packed = []
     for numbers, size in zip(table.updates, table.sizes, strict=True):
         trajectories = [table.trajectories[number] for number in numbers]
-        plan = plan_micro_batches(trajectories, budget, dist.dp_size, policy.packing, algorithm.keep_together)
+        plan = plan_micro_batches(
+            trajectories,
+            budget,
+            dist.dp_size,
+            policy.packing,
+            algorithm.keep_together,
+            policy.pair_cost if dist.dp_size > 1 else 0.0,
+        )
         packed.append([make_micro_batch(table, x, size, algorithm, policy) for x in plan[dist.dp_rank]])
     return packed
 
@@ -234,17 +241,24 @@ def plan_micro_batches(
     dp_size: int,
     packing: Packing,
     keep_together: KeepTogether,
+    pair_cost: float = 0.0,
 ) -> list[list[list[TrainingExample]]]:
     """Micro-batches, the largest first: [dp_size][M], with the same M for every rank.
 
     A micro-batch computes at most `budget` tokens, padding included; some may be empty. In a tree, only a
     group over the budget is split, and a trajectory only if nothing keeps its calls together. A unit that is
     still over the budget gets its own micro-batch. All ranks make the same plan without communication.
+
+    `pair_cost` (see Policy): trees get equal shares of the predicted work, which grows faster than their
+    tokens; with 0, of the tokens.
     """
     if not trajectories:
         return [[] for _ in range(dp_size)]
     units = list(_units(trajectories, budget, packing, keep_together))
-    ordered = (_tree_bins if packing == "tree" else _row_bins)(units, budget, dp_size)
+    if packing == "tree":
+        ordered = _tree_bins(units, budget, dp_size, pair_cost)
+    else:
+        ordered = _row_bins(units, budget, dp_size)
     micro_batches = [list(chain.from_iterable(content)) for content in ordered]
     return [micro_batches[rank::dp_size] for rank in range(dp_size)]
 
@@ -284,47 +298,60 @@ def _load(units: Sequence[Unit]) -> int:
     return tree_size([e.token_ids for e in examples], [e.group for e in examples]) if examples else 0
 
 
-def _tree_bins(units: Sequence[Unit], budget: int, dp_size: int) -> list[list[Unit]]:
+def _work(units: Sequence[Unit], pair_cost: float) -> float:
+    """Predicted work of a tree, in tokens."""
+    examples = [e for unit in units for e in unit]
+    if not examples:
+        return 0.0
+    nodes, pairs = tree_work([e.token_ids for e in examples], [e.group for e in examples])
+    return nodes + pair_cost * pairs
+
+
+def _tree_bins(units: Sequence[Unit], budget: int, dp_size: int, pair_cost: float) -> list[list[Unit]]:
     """Micro-batches of at most `budget` unique tokens, the largest first; a multiple of `dp_size` of them."""
-    sized = sorted(_blocks(units, budget), key=lambda block: -block[0])
+    sized = sorted(_blocks(units, budget, pair_cost), key=lambda block: -block[0])
     num_bins = dp_size
     while True:
-        bins = [(_load([u for block in bin_ for u in block]), bin_) for bin_ in _fill(sized, num_bins)]
-        if all(load <= budget or len(bin_) == 1 for load, bin_ in bins):
+        bins = [([u for block in bin_ for u in block], len(bin_)) for bin_ in _fill(sized, num_bins)]
+        if all(num_blocks == 1 or _load(content) <= budget for content, num_blocks in bins):
             break
         num_bins += dp_size
-    return [[u for block in bin_ for u in block] for _, bin_ in sorted(bins, key=lambda b: -b[0])]
+    return sorted((content for content, _ in bins), key=lambda content: -_work(content, pair_cost))
 
 
-def _blocks(units: Sequence[Unit], budget: int) -> list[tuple[int, list[Unit]]]:
-    """(unique tokens, units) that share a micro-batch: a group, or a part of a group over the budget.
+def _blocks(units: Sequence[Unit], budget: int, pair_cost: float) -> list[tuple[float, list[Unit]]]:
+    """(work, units) that share a micro-batch: a group, or a part of a group over the budget.
 
-    The tokens are those that follow the common prefix of all calls.
+    The work is that of the tokens that follow the common prefix of all calls.
     """
     ids = {id(unit): [e.token_ids.tolist() for e in unit] for unit in units}
     every = [call for calls in ids.values() for call in calls]
     prefix = shared_length(*(np.asarray(call, dtype=np.int64) for call in (min(every), max(every))))
-    blocks: list[tuple[int, list[Unit]]] = []
+    prefix_work = prefix + pair_cost * prefix * (prefix + 1) / 2
+
+    def sized(block: list[Unit]) -> tuple[float, list[Unit]]:
+        return _work(block, pair_cost) - prefix_work, block
+
+    blocks: list[tuple[float, list[Unit]]] = []
     ordered = sorted(units, key=lambda u: (u[0].group, ids[id(u)], u[0].trajectory, u[0].turn))
     for _, members in groupby(ordered, key=lambda u: u[0].group):
         group = list(members)
-        whole = _load(group)
-        if whole <= budget:
-            blocks.append((whole - prefix, group))
+        if _load(group) <= budget:
+            blocks.append(sized(group))
             continue
         block: list[Unit] = []
         for unit in group:
             if block and _load([*block, unit]) > budget:
-                blocks.append((_load(block) - prefix, block))
+                blocks.append(sized(block))
                 block = []
             block = [*block, unit]
-        blocks.append((_load(block) - prefix, block))
+        blocks.append(sized(block))
     return blocks
 
 
-def _fill(blocks: list[tuple[int, list[Unit]]], num_bins: int) -> list[list[list[Unit]]]:
+def _fill(blocks: list[tuple[float, list[Unit]]], num_bins: int) -> list[list[list[Unit]]]:
     """Longest-processing-time rule: each block, from large to small, goes to the emptiest bin."""
-    bins: list[tuple[int, list[list[Unit]]]] = [(0, []) for _ in range(num_bins)]
+    bins: list[tuple[float, list[list[Unit]]]] = [(0.0, []) for _ in range(num_bins)]
     for size, block in blocks:
         index = min(range(num_bins), key=lambda i: bins[i][0])
         load, content = bins[index]
