@@ -33,6 +33,7 @@ METRICS = (
     "time/sync_s",
     "time/canary_s",
     "time/publish_s",
+    "time/checkpoint_s",
     "time/load_s",
     "perf/completion_tokens_per_s",
     "tokens/unique",

@@ -38,6 +38,15 @@ def test_the_next_step_is_sampled_during_training(tmp_path: Path, sample_s: floa
     assert engine.names == ["policy-v000005"]
 
 
+def test_a_checkpoint_before_the_step_file_is_no_part_of_the_sync(tmp_path: Path) -> None:
+    keys = ("time/canary_s", "time/publish_s", "time/train_s", "policy/entropy", "mismatch/logprob_diff_mean")
+    slow = dict.fromkeys(keys, 0.01) | {"time/checkpoint_s": 100.0}
+    run, _, _ = run_of(tmp_path, 0, 2, facts={2: {"metrics": slow}})
+    first, second = (m["time/sync_s"] for m in read_metrics(run.metrics_path))
+    assert 0 < first < 50
+    assert 0 < second + 100 < 50, "the file says that 100 s of the time since training went to the checkpoint"
+
+
 def test_a_version_is_unloaded_after_the_last_step_sampled_from_it(tmp_path: Path) -> None:
     run, _, _ = run_of(tmp_path, 1, 5, sample_s=0.12, train_s=0.02)
     ended = times(run, "sampling_ended", "step")

@@ -166,8 +166,9 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
         _log_what_it_says(plan.run, trainer_step, step)
         progress.phase("syncing", adapter_name(step))
         adapter, load_s = await load_adapter(session, step)
-        eval_s = trainer_step.metrics.get("time/eval_s", 0.0)  # of a trainer that scores held-out rows itself
-        sync_s = time.monotonic() - trainer_step.trained[1] - eval_s
+        # A trainer may score held-out rows, or write a checkpoint, before the parent sees the step.
+        other_s = sum(trainer_step.metrics.get(f"time/{work}_s", 0.0) for work in ("eval", "checkpoint"))
+        sync_s = time.monotonic() - trainer_step.trained[1] - other_s
         report = await verify_adapter(session, adapter, load_s)
         is_evaluated = is_evaluated_after(plan.config, step)
         if not is_evaluated:
