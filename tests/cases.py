@@ -85,7 +85,14 @@ def plain_model(model: Path, policy: Policy, config: TrainConfig) -> Any:
     """The same weights in a plain PEFT model: no shards, transformers' attention."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     plain = PeftModel(
-        base, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=policy.target_modules)
+        base,
+        LoraConfig(
+            task_type="CAUSAL_LM",
+            r=4,
+            lora_alpha=8,
+            target_modules=policy.target_modules,
+            target_parameters=policy.target_parameters or None,
+        ),
     ).eval()
     for name, param in plain.named_parameters():
         if param.requires_grad:

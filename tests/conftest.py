@@ -72,6 +72,7 @@ SLOW_UNITS = (
     "test_env_faults",
     "test_episode_ends",
     "test_episodes",
+    "test_experts",
     "test_export",
     "test_folder_owner",
     "test_fuzz",

@@ -60,7 +60,8 @@ class EngineServer:
 
     def load(self, name: str, path: Path) -> httpx.Response:
         """POST /v1/load_lora_adapter."""
-        return self.http.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(path)})
+        body = {"lora_name": name, "lora_path": str(path), "is_3d_lora_weight": True}
+        return self.http.post("/v1/load_lora_adapter", json=body)
 
     def unload(self, name: str) -> httpx.Response:
         """POST /v1/unload_lora_adapter."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from skylite.adapters.experts import BOTH
 from skylite.model import loading
 from skylite.model.policy import load_policy, score
 from skylite.model.process_group import process_group, set_threads
@@ -29,7 +30,8 @@ def main(out: Path, models: list[Path]) -> None:
     with process_group("cpu") as dist:
         for model in models:
             full_loads.clear()
-            policy, _ = enable_shortcuts(load_policy(resolved(model, model), settings(), dist), PROBE)
+            config = settings(lora={"target_parameters": BOTH if "moe" in model.name else []})
+            policy, _ = enable_shortcuts(load_policy(resolved(model, model), config, dist), PROBE)
             sharded = {n: p for n, p in policy.model.named_parameters() if isinstance(p, DTensor)}
             here = torch.tensor([float(sum(p.to_local().numel() for p in sharded.values()))])
             tokens = pack_tokens(

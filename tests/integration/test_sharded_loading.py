@@ -47,7 +47,7 @@ def found(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 def plain(name: str) -> str:
     """The name of a parameter without PEFT's additions."""
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

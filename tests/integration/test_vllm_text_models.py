@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from skylite.adapters.experts import BOTH, served_modules
+from skylite.adapters.experts import MODULE as EXPERTS
 from skylite.adapters.manifest import Canary
 from skylite.adapters.target_modules import last_names
 from skylite.config.train import RunConfig
@@ -33,6 +35,7 @@ MODELS: dict[str, tuple[Dtype, list[str]]] = {
     "gemma3_vl": ("float32", [*ATTENTION, "o_proj", *MLP]),
     "qwen3_vl": ("float32", [*ATTENTION, "o_proj", *MLP]),
     "lfm2": ("float32", [*ATTENTION, "in_proj", "out_proj", "w1", "w2", "w3"]),
+    "qwen2_moe": ("float32", [*ATTENTION, "o_proj", *MLP, "shared_expert_gate", EXPERTS]),
     "qwen3_5_vl": ("bfloat16", [*ATTENTION, "o_proj", *DELTA_NET, *MLP]),
 }
 NOISE = {"float32": 2e-5, "bfloat16": 0.1}
@@ -54,7 +57,7 @@ def only(policy: Policy, kind: str) -> Iterator[None]:
     """Set the B matrices of every other kind of module to 0 inside the block."""
     before = {name: param.data.clone() for name, param in policy.lora.items()}
     for name, param in policy.lora.items():
-        if "lora_B" in name and f".{kind}.lora_B" not in name:
+        if "lora_B" in name and f".{kind}.lora_B" not in name.replace(".base_layer", ""):
             param.data.zero_()
     yield
     for name, param in policy.lora.items():
@@ -64,18 +67,22 @@ def only(policy: Policy, kind: str) -> Iterator[None]:
 @pytest.mark.parametrize("family", MODELS)
 def test_vllm_applies_the_adapter_of_every_kind_of_module(family: str, tmp_path: Path) -> None:
     dtype, kinds = MODELS[family]
-    model, config = make_tiny_model(tmp_path / family, family), settings()
+    parameters = BOTH if EXPERTS in kinds else []
+    model, config = (
+        make_tiny_model(tmp_path / family, family),
+        settings(lora={"target_parameters": parameters}),
+    )
     run_config = RunConfig(skylite_version="test", config=config, resolved=resolved(model, tmp_path))
     with lone_rank() as dist:
         policy = policy_of(model, config, dist, dtype=dtype)
-        assert last_names(policy.target_modules) == sorted(kinds)
+        assert last_names(served_modules(policy.target_modules, policy.target_parameters)) == sorted(kinds)
         base, moved = flat(base_canary_logprobs(policy, SEQUENCES)), {}
         for version, kind in enumerate(kinds):
             with only(policy, kind):
                 moved[kind] = flat(canary_logprobs(policy, SEQUENCES))
                 canary = Canary(sequences=[], policy_logprobs=[], base_logprobs=[])
                 write_adapter(policy, run_config, version, canary)
-    with running_server(model, dtype=dtype, target_modules=policy.target_modules) as server:
+    with running_server(model, dtype=dtype, target_modules=kinds) as server:
         own_base = engine_logprobs(server, server.base)
         noise = max(abs(a - b) for a, b in zip(own_base, base, strict=True))
         assert noise < NOISE[dtype], "engine and trainer compute another base"

@@ -69,7 +69,9 @@ def test_adapters_are_loaded_and_unloaded_by_name(tmp_path: Path) -> None:
     adapter = AdapterVersion(1, tmp_path / "policy-v000001")
     _, seen = requests_of(tmp_path, replies(""), lambda c: c.load_adapter(adapter))
     name = {"lora_name": "policy-v000001"}
-    assert seen == [("POST /v1/load_lora_adapter", name | {"lora_path": str(adapter.path)})]
+    assert seen == [
+        ("POST /v1/load_lora_adapter", {**name, "lora_path": str(adapter.path), "is_3d_lora_weight": True})
+    ]
     for status in (200, 404):
         _, seen = requests_of(tmp_path, replies("", status), lambda c: c.unload_adapter(adapter.name))
         assert seen == [("POST /v1/unload_lora_adapter", name)]

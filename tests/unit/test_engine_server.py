@@ -113,12 +113,19 @@ def test_threads_are_bound_to_the_cores_of_this_process() -> None:
         os.sched_setaffinity(0, allowed)
 
 
+def test_experts_are_served_in_the_form_that_peft_writes() -> None:
+    argv = LAUNCHER.command(dataclasses.replace(SPEC, target_modules=["q_proj", "experts"]))
+    assert argv[argv.index("--lora-target-modules") :][:3] == ["--lora-target-modules", "experts", "q_proj"]
+    assert "--enable-mixed-moe-lora-format" in argv
+    assert "--enable-mixed-moe-lora-format" not in LAUNCHER.command(SPEC)
+
+
 @pytest.mark.parametrize("path", ["/runs/a,b/policy-v000001", "/runs/a=b/x", "/runs/a b"])
 def test_any_path_of_an_adapter_can_be_served(path: str) -> None:
     """vLLM takes a value with a comma for JSON."""
     argv = LAUNCHER.command(dataclasses.replace(PUBLIC, fixed_adapter=AdapterVersion(1, Path(path))))
     value = argv[argv.index("--lora-modules") + 1]
-    assert json.loads(value) == {"name": "policy-v000001", "path": path}
+    assert json.loads(value) == {"name": "policy-v000001", "path": path, "is_3d_lora_weight": True}
     assert "," in value, "vLLM reads JSON only if it finds a comma"
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from skylite.adapters.experts import BOTH
 from skylite.config.lora import LoraConfig
 from skylite.engine.vllm import models as servable_models
 from skylite.engine.vllm.launcher import VllmLauncher
@@ -87,12 +88,21 @@ def test_the_first_architecture_that_vllm_has_counts(tmp_path: Path) -> None:
         {"moe_num_experts": [64, 64]},
     ],
 )
-def test_experts_are_refused_on_a_cpu_only(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_untried_experts_are_refused_on_a_cpu_and_with_lora(tmp_path: Path, config: dict[str, Any]) -> None:
     name = "Qwen3VLMoeForConditionalGeneration" if "text_config" in config else "MixtralForCausalLM"
     folder = model(tmp_path, name, ATTENTION, **config)
-    with pytest.raises(ModelError, match=r"mixture of experts .* on GPUs only"):
+    with pytest.raises(ModelError, match=r"mixture of experts .*not tried with vLLM .* on a CPU"):
         check_lora(folder, "cpu", LoraConfig())
     assert check_lora(folder, "cuda", LoraConfig()) == ""
+    with pytest.raises(ModelError, match=rf"{name}, whose experts .*not tried with LoRA"):
+        check_lora(folder, "cuda", LoraConfig(target_parameters=BOTH))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tried_experts_are_served_with_lora(tmp_path: Path, device: str) -> None:
+    experts = [f"model.layers.0.mlp.experts.{e}.{n}_proj" for e in (0, 1) for n in ("gate", "up", "down")]
+    folder = model(tmp_path, "Qwen3MoeForCausalLM", ATTENTION + experts, num_experts=2)
+    assert check_lora(folder, device, LoraConfig(target_parameters=BOTH)) == ""
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], [".*"]])

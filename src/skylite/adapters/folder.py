@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skylite.adapters.import_adapter import read_warm_start
+from skylite.adapters.experts import module_of
+from skylite.adapters.import_adapter import path_of, read_warm_start
+from skylite.adapters.target_modules import last_names
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError, ModelError
@@ -81,12 +83,15 @@ def _served(adapter: AdapterVersion, run: RunDir | None, config: RunConfig | Non
             f"{odd}which engines do not read.",
             "A run that starts from it (train --from-adapter) publishes it in the usual form.",
         )
+    modules = found.target_modules
+    if found.target_parameters:  # an engine starts for experts only if they are named
+        modules = last_names(module_of(path_of(name)) for name in found.shapes)
     base_model = str(config.resolved.model.path) if config is not None else found.base_model
     return ServedAdapter(
         adapter=adapter,
         base_model=base_model,
         rank=found.max_rank,
-        target_modules=found.target_modules,
+        target_modules=modules,
         run=run,
         run_config=config,
     )

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from skylite.adapters.experts import BASE_LAYER, ExpertSizes, expert_layers, is_experts, module_of
 from skylite.adapters.manifest import Manifest, read_manifest
-from skylite.adapters.target_modules import LM_HEADS, pattern_value, predict_modules, short_names
+from skylite.adapters.target_modules import EXPERTS, LM_HEADS, pattern_value, predict_modules, short_names
 from skylite.adapters.tensor_file import (
     PICKLE,
     WEIGHTS,
@@ -58,7 +59,6 @@ UNSUPPORTED_KEYS = {
     "lora_bias": "it has trained biases",
     "modules_to_save": "it has fully trained modules",
     "layer_replication": "it repeats layers",
-    "target_parameters": "it adapts parameters and not modules",
     "trainable_token_indices": "it has trained token embeddings",
     "alora_invocation_tokens": "it is an activated LoRA",
     "use_qalora": "it is a QALoRA adapter",
@@ -82,6 +82,8 @@ class WarmStart:
     """Name or folder recorded in the adapter."""
     target_modules: list[str] | None
     """Module names; None when the adapter has a pattern or nothing instead."""
+    target_parameters: list[str]
+    """Expert weights, as in lora.target_parameters."""
     shapes: dict[str, list[int]]
     """Shape of each matrix, by PEFT's name."""
     odd_name: str | None
@@ -119,6 +121,7 @@ def adopt_adapter(
         "rank": found.rank,
         "alpha": found.alpha,
         "use_rslora": found.use_rslora,
+        "target_parameters": found.target_parameters,
         "rank_pattern": found.rank_pattern,
         "alpha_pattern": found.alpha_pattern,
     }
@@ -141,7 +144,8 @@ def adopt_adapter(
             "Give --alpha with the value of its training (verl: actor_rollout_ref.model.lora_alpha).",
         )
     adapted = _adapted_paths(found, model_path)
-    update: dict[str, Any] = {**has, **_targets(lora, chosen, adapted, found.folder, model_path)}
+    planned = lora.model_copy(update={"target_parameters": found.target_parameters})
+    update: dict[str, Any] = {**has, **_targets(planned, chosen, adapted, found.folder, model_path)}
     try:
         fresh = LoraConfig.model_validate(lora.model_dump() | update)
     except ValidationError as error:
@@ -187,8 +191,9 @@ def read_warm_start(folder: Path) -> WarmStart:
     peft, tensors = _plain_lora(folder), tensor_shapes_of(folder)
     shapes, saved = _lora_shapes(folder, tensors)
     for name, shape in shapes.items():
-        rank, expected = _rank_of(name, shape), pattern_value(peft["rank_pattern"], path_of(name), peft["r"])
-        if rank != expected:
+        path = path_of(name)
+        rank, expected = _rank_of(name, shape), pattern_value(peft["rank_pattern"], path, peft["r"])
+        if rank % expected if is_experts(path) else rank != expected:
             raise ModelError(
                 f"{folder} has {name} of rank {rank}, but its {CONFIG} says {expected}.",
                 "The folder is damaged.",
@@ -202,6 +207,7 @@ def read_warm_start(folder: Path) -> WarmStart:
         alpha_pattern=peft["alpha_pattern"],
         base_model=str(peft.get("base_model_name_or_path")),
         target_modules=peft["target_modules"],
+        target_parameters=peft["target_parameters"],
         shapes=shapes,
         odd_name=next((n for n in tensors if n in saved or not usual_name(n).endswith(n)), None),
         saved=saved,
@@ -293,6 +299,7 @@ def _adapted_paths(found: WarmStart, model_path: Path) -> set[str]:
             MERGE,
         )
     adapted, shapes = set(), text_shapes(model_path)
+    layers = expert_layers(shapes)
     for name, shape in found.shapes.items():
         path, side = path_of(name), 1 if is_a(name) else 0
         if path.rpartition(".")[2] in LM_HEADS:
@@ -301,6 +308,15 @@ def _adapted_paths(found: WarmStart, model_path: Path) -> set[str]:
                 "prompt log-probabilities, so no adapter could be verified.",
                 "Train it without the head (Tinker: train_unembed=False), or merge it into its base with "
                 "PEFT's merge_and_unload and start from that model.",
+            )
+        if is_experts(path):
+            adapted.add(_require_experts(found, name, layers))
+            continue
+        if EXPERTS in path:
+            raise ModelError(
+                f"The adapter {found.folder} has LoRA on single experts ({path}), as transformers 4 had "
+                "them; transformers 5 has one parameter for all of a layer.",
+                MERGE,
             )
         weight = shapes.get(f"{path}.weight")
         if weight is None:
@@ -318,10 +334,30 @@ def _adapted_paths(found: WarmStart, model_path: Path) -> set[str]:
     return adapted
 
 
+def _require_experts(found: WarmStart, name: str, layers: Mapping[str, ExpertSizes]) -> str:
+    """The module of experts that a matrix belongs to. Raises ModelError unless it has the model's shape."""
+    path = path_of(name)
+    rank, experts = pattern_value(found.rank_pattern, path, found.rank), layers.get(module_of(path))
+    if experts is not None:
+        number, hidden, inner = experts
+        sides = (hidden, 2 * inner) if path.endswith(BASE_LAYER) else (inner, hidden)
+        expected = [number * rank, sides[0]] if is_a(name) else [sides[1], rank * number]
+        if found.shapes[name] == expected:
+            return module_of(path)
+    raise ModelError(
+        f"The adapter {found.folder} has {name} {found.shapes[name]}, which does not fit this model's "
+        "experts.",
+        "Set --model to the adapter's own base model.",
+    )
+
+
 def _targets(
     lora: LoraConfig, chosen: Collection[str], adapted: set[str], adapter: Path, model_path: Path
 ) -> dict[str, Any]:
-    """lora.target_modules and exclude_modules under which a run trains exactly the adapter's modules."""
+    """lora.target_modules and exclude_modules under which a run trains exactly the adapter's modules.
+
+    `lora` has the adapter's target_parameters.
+    """
     modules, planned = predict_modules(model_path, lora)
     if planned == adapted:
         return {}
@@ -332,10 +368,11 @@ def _targets(
             f"lora.{named[0]}={getattr(lora, named[0])!r} {difference}, unlike the adapter {adapter}.",
             "Leave out that setting: skylite takes the modules from the adapter.",
         )
-    every = LoraConfig()
+    every = LoraConfig(target_parameters=lora.target_parameters)
     if predict_modules(model_path, every)[1] == adapted:
         return {"target_modules": every.target_modules, "exclude_modules": []}
-    return {"target_modules": short_names(modules, adapted), "exclude_modules": []}
+    linear = [path for path in adapted if not is_experts(path)]
+    return {"target_modules": short_names(modules, linear), "exclude_modules": []}
 
 
 def _plain_lora(folder: Path) -> dict[str, Any]:
@@ -356,6 +393,7 @@ def _plain_lora(folder: Path) -> dict[str, Any]:
             "r": rank,
             "lora_alpha": alpha,
             "target_modules": _names(peft.get("target_modules")),
+            "target_parameters": _names(peft.get("target_parameters")) or [],
             "rank_pattern": _pattern(peft.get("rank_pattern"), int, rank),
             "alpha_pattern": _pattern(peft.get("alpha_pattern"), float, alpha),
         }
@@ -389,7 +427,7 @@ def _names(modules: Any) -> list[str] | None:
     if modules is None or isinstance(modules, str):
         return None
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
-        raise TypeError(f"target_modules is {modules!r:.80}")
+        raise TypeError(f"target_modules or target_parameters is {modules!r:.80}")
     return modules
 
 

@@ -47,6 +47,8 @@ class Manifest(BaseModel):
     dtype: str
     """dtype of the tensors in the file."""
     target_modules: list[str]
+    target_parameters: list[str] = []
+    """Expert weights, as lora.target_parameters names them."""
     canary: Canary
 
 

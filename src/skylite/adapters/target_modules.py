@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import regex
 
+from skylite.adapters.experts import chosen_experts, expert_layers, is_experts, peft_names
 from skylite.config.lora import WILDCARD, LoraConfig
 from skylite.errors import ConfigError, ModelError
 from skylite.hub.text_model import text_shapes
@@ -119,11 +120,12 @@ def predict_modules(model_path: Path, config: LoraConfig) -> tuple[set[str], set
     """Paths of all modules with weights, and of those that most likely get LoRA, read from the weight files.
 
     Weight files do not record module types. This assumes that a matrix in a numbered layer belongs to a
-    linear module, and any other matrix to the embedding or LM head. Experts and their routers get no LoRA,
-    nor do the towers of a model that also reads pictures or sound.
-    Raises ModelError for a damaged file.
+    linear module, and any other matrix to the embedding or LM head. Experts get LoRA by
+    lora.target_parameters alone; their routers get none, nor do the towers of a model that also reads
+    pictures or sound. Raises ModelError for a damaged file, and for other target_parameters than experts.
     """
-    shapes = _outside_experts(model_path)
+    every = text_shapes(model_path)
+    shapes, experts = _outside_experts(every), expert_layers(every)
     paths = [name.split(".") for name in shapes]
     modules = {".".join(path[:end]) for path in paths for end in range(1, len(path))}
     matrices = _matrices(shapes)
@@ -131,7 +133,8 @@ def predict_modules(model_path: Path, config: LoraConfig) -> tuple[set[str], set
         chosen = {name for name in matrices if any(part.isdigit() for part in name.split("."))}
     else:
         chosen = {name for name in matrices if matches(name, config.target_modules)}
-    return modules, {name for name in chosen if not matches(name, config.exclude_modules)}
+    chosen = {name for name in chosen if not matches(name, config.exclude_modules)}
+    return modules | experts.keys(), chosen | set(chosen_experts(experts, config))
 
 
 def check_target_names(model_path: Path, config: LoraConfig, section: str = "lora") -> list[Note]:
@@ -140,7 +143,7 @@ def check_target_names(model_path: Path, config: LoraConfig, section: str = "lor
 
     Returns a warning for each such name in lora.exclude_modules.
     """
-    shapes = _outside_experts(model_path)
+    shapes = _outside_experts(text_shapes(model_path))
     matrices = _matrices(shapes)
     names = sorted({name.rpartition(".")[2] for name in matrices})
     targets = [] if config.target_modules == "all-linear" else config.target_modules
@@ -174,6 +177,7 @@ def check_target_names(model_path: Path, config: LoraConfig, section: str = "lor
                     f"{f'Did you mean {close[0]!r}? ' if close else ''}"
                     f"These do: {', '.join(short_names(modules, chosen))}.",
                 )
+    _check_expert_patterns(chosen, config)
     unused = [n for n in config.exclude_modules if not any(matches(m, [n]) for m in (*modules, *LM_HEADS))]
     return [
         warning(f"lora.exclude_modules names {name!r}, which matches no module of {model_path.name}")
@@ -181,8 +185,21 @@ def check_target_names(model_path: Path, config: LoraConfig, section: str = "lor
     ]
 
 
-def _outside_experts(model_path: Path) -> dict[str, list[int]]:
-    return {name: shape for name, shape in text_shapes(model_path).items() if EXPERTS not in name}
+def _check_expert_patterns(chosen: Iterable[str], config: LoraConfig) -> None:
+    """Raise ModelError for a rank or alpha of experts that PEFT and vLLM would not both read."""
+    for setting in ("rank_pattern", "alpha_pattern"):
+        pattern = getattr(config, setting)
+        for path in filter(is_experts, chosen):
+            values = {pattern_value(pattern, name, None) for name in peft_names(path)}
+            if len(values) > 1:
+                raise ModelError(
+                    f"lora.{setting} matches only some of the names that PEFT and vLLM have for {path}.",
+                    "Name experts in it as 'experts.*'.",
+                )
+
+
+def _outside_experts(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    return {name: shape for name, shape in shapes.items() if EXPERTS not in name}
 
 
 def _matrices(shapes: Mapping[str, Sequence[int]]) -> set[str]:

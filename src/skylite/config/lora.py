@@ -39,6 +39,9 @@ class LoraConfig(Section):
     begin with *. Megatron's names, such as linear_qkv, stand for the model's own."""
     exclude_modules: list[str] = []
     """Modules that get no LoRA, named as in target_modules."""
+    target_parameters: list[str] = []
+    """Expert weights that get LoRA beside the modules: ["experts.gate_up_proj", "experts.down_proj"], or the
+    ends of longer paths, as in PEFT. A layer's two go together. Routers stay frozen."""
     rank_pattern: dict[str, PositiveInt] = {}
     """Other ranks of single modules, such as { q_proj = 8 }: names, or regular expressions for the end of the
     module path. The first that matches counts."""
@@ -68,6 +71,16 @@ class LoraConfig(Section):
     def max_rank(self) -> int:
         """The highest rank of a module, which engines reserve."""
         return max([self.rank, *self.rank_pattern.values()])
+
+    @field_validator("target_parameters")
+    @classmethod
+    def check_target_parameters(cls, names: list[str], info: ValidationInfo) -> list[str]:
+        if names and info.data.get("dropout"):
+            raise ValueError(
+                f"{names} cannot have lora.dropout={info.data['dropout']:g}: PEFT has no dropout for "
+                "expert weights; set it to 0."
+            )
+        return names
 
     # One validator per field, because a validator of the section does not run if any of its fields is wrong.
     @field_validator("target_modules", "exclude_modules")
@@ -122,4 +135,6 @@ class LoraConfig(Section):
         ranks = [info.data.get("rank", 2), *info.data.get("rank_pattern", {}).values()]
         if init == "orthogonal" and (odd := [rank for rank in ranks if rank % 2]):
             raise ValueError(f'"orthogonal" needs even ranks, and one is {odd[0]}; use default.')
+        if init == "orthogonal" and info.data.get("target_parameters"):
+            raise ValueError('"orthogonal" is not there for target_parameters; use default.')
         return init

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from skylite.adapters.experts import expert_layers
 from skylite.adapters.target_modules import EXPERTS, pattern_value, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.tensor_parallel import HEADS
@@ -130,10 +131,16 @@ def sizes_of(shapes: Shapes, config: Mapping[str, Any], ranks: Mapping[str, int]
     attentions = [attention_of(layer, section) for layer in layers.values()]
     experts = [experts_of(layer, section, hidden) for layer in layers.values()]
     dense = [{n: s for n, s in layer.items() if EXPERTS not in f".{n}"} for layer in layers.values()]
-    shrunk = [sum(ranks.get(_path(prefix + n), 0) for n in layer) for prefix, layer in layers.items()]
+    trained = {p: ranks[p] for p in expert_layers(shapes) if p in ranks}
+    shrunk = [
+        sum(ranks.get(_path(prefix + n), 0) for n in layer)
+        + sum(e.per_token * (hidden + 2 * rank) for p, rank in trained.items() if p.startswith(prefix))
+        for (prefix, layer), e in zip(layers.items(), experts, strict=True)
+    ]
     kept = [_kept(*parts, hidden) for parts in zip(dense, attentions, experts, shrunk, strict=True)]
     in_layers = [_elements(layer) for layer in layers.values()]
     sides = {path: sum(shape) for name, shape in shapes.items() if (path := _path(name)) in ranks}
+    sides |= {p: e.lora_per_rank for p, e in expert_layers(shapes).items() if p in ranks}
     first = attentions[0] if attentions else Attention(0, 0, 0, None)
     cached = [a.cached for a in attentions]
     return ModelSizes(
@@ -216,8 +223,9 @@ def _kept(layer: Shapes, attention: Attention, experts: Experts, shrunk: int, hi
 
     model/fused_ops.py, lora_linear.py and tree_attention.py save: each norm's input and scale, queries, keys,
     values and attention's output, gate and up, and x A^T of each LoRA layer (`shrunk`). Of each expert of a
-    token: gate, up, product, output and weight; the router's probabilities, and indices of 8 bytes. Experts
-    and their router are frozen, so they need no input of theirs.
+    token: gate, up, product, output and weight; the router's probabilities, and indices of 8 bytes. Their
+    router is frozen, and so are experts without LoRA: they need no input of theirs. `shrunk` has that of
+    experts with LoRA.
     """
     queries, keys, values, _ = attention
     gate = _matrix(layer, "gate_proj")[0] or _matrix(layer, "gate_up_proj")[0] // 2

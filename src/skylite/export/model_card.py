@@ -94,11 +94,17 @@ def use(plan: ExportPlan) -> str:
     if wrapper:
         imports = f"from peft import PeftModel\nfrom transformers import {loader}, AutoTokenizer"
         load = f'PeftModel.from_pretrained({loader}.from_pretrained("BASE"), "FOLDER")'
+    modules = "--lora-modules mine=FOLDER"
+    if plan.manifest.target_parameters:
+        modules = (
+            "--enable-mixed-moe-lora-format \\\n"
+            """  --lora-modules '{"name": "mine", "path": "FOLDER", "is_3d_lora_weight": true}'"""
+        )
     return (
         f"```python\n{imports}\n\nmodel = {load}\n"
         'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n'
         f"```bash\nvllm serve BASE --enable-lora --max-lora-rank {reserved} "
-        f"--lora-modules mine=FOLDER\n```\n\nThe rank is {rank}."
+        f"{modules}\n```\n\nThe rank is {rank}."
     )
 
 
@@ -144,7 +150,9 @@ def settings_table(plan: ExportPlan, config: TrainConfig) -> str:
         "algorithm": config.algorithm.name,
         "steps": f"{plan.served.adapter.version} of {config.num_steps}",
         "LoRA rank, alpha": f"{plan.manifest.rank}, {plan.manifest.alpha:g}",
-        "adapted modules": ", ".join(sorted(plan.manifest.target_modules)),
+        "adapted modules": ", ".join(
+            sorted([*plan.manifest.target_modules, *plan.manifest.target_parameters])
+        ),
         "learning rate": f"{config.optim.lr:g} ({config.optim.schedule})",
         "prompts per step, completions per prompt": (
             f"{config.rollout.prompts_per_step}, {config.rollout.group_size}"

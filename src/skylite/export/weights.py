@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.adapters.import_adapter import CONFIG, WarmStart, is_a, path_of, read_warm_start
+from skylite.adapters.target_modules import pattern_value
 from skylite.adapters.tensor_file import WEIGHTS
 from skylite.data.chat_tokenizer import (
     TEMPLATE,
@@ -90,6 +91,7 @@ def write_adapter(plan: ExportPlan, folder: Path, base_name: str) -> None:
         "lora_dropout": 0.0,
         "use_rslora": use_rslora,
         "target_modules": sorted(plan.manifest.target_modules),
+        **({"target_parameters": names} if (names := plan.manifest.target_parameters) else {}),
         "bias": "none",
         "inference_mode": True,
     }
@@ -102,16 +104,20 @@ def equalise_ranks(file: Path, lora: WarmStart) -> None:
 
     Many engines ignore rank_pattern and alpha_pattern. With alpha = rank this computes the same.
     """
+    import torch
     from safetensors.torch import load_file, save_file
     from torch.nn.functional import pad
 
     tensors = {}
     for name, tensor in load_file(file).items():
-        if is_a(name):
-            tensors[name] = pad(tensor, (0, 0, 0, lora.max_rank - tensor.shape[0]))
-        else:
+        rank = pattern_value(lora.rank_pattern, path_of(name), lora.rank)
+        missing = lora.max_rank - rank
+        if is_a(name):  # of experts, the A of one are below those of another
+            parts = [pad(part, (0, 0, 0, missing)) for part in torch.split(tensor, rank)]
+            tensors[name] = torch.cat(parts)
+        else:  # and column r E + e of B is column r of expert e
             scaled = tensor.float() * lora.scale_of(path_of(name))
-            tensors[name] = pad(scaled, (0, lora.max_rank - tensor.shape[1]))
+            tensors[name] = pad(scaled, (0, missing * (tensor.shape[1] // rank)))
     save_file(tensors, file, {"format": "pt"})
 
 

@@ -28,6 +28,7 @@ from skylite.config.train import TrainConfig
 from skylite.errors import ModelError
 from skylite.model.activation_checkpointing import Checkpointing, checkpoint_layers
 from skylite.model.chunked_logprobs import token_logprobs
+from skylite.model.expert_lora import check_experts, group_expert_lora
 from skylite.model.lm_head import score_in_chunks, top_tokens_in_chunks
 from skylite.model.loading import decoder_layers, load_base, text_path
 from skylite.model.lora_linear import drop_after_a, fuse_lora_layers
@@ -53,6 +54,8 @@ class Policy:
     """Trainable parameters of the POLICY adapter by name, sorted; float32, equal on every rank."""
     target_modules: list[str]
     """Module names as adapter_config.json has them."""
+    target_parameters: list[str]
+    """lora.target_parameters, if the model has experts with LoRA."""
     dtype: torch.dtype
     """Compute dtype."""
     packing: Packing
@@ -110,6 +113,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
         model=model,
         lora=params,
         target_modules=target_modules,
+        target_parameters=config.lora.target_parameters,
         dtype=dtype,
         packing="padded",
         lm_head=None,
@@ -136,7 +140,7 @@ def _pair_cost(base: PreTrainedModel, layers: list[nn.Module]) -> float:
 def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """Sorted paths of the modules to adapt, all in the text model.
 
-    Raises ModelError, which lists the modules, if none matches.
+    Experts are not among them. Raises ModelError, which lists the modules, if none matches.
     """
     text, head = text_path(model), model.get_output_embeddings()
     modules = {n: m for n, m in model.named_modules() if not text or n.startswith(f"{text}.") or m is head}
@@ -149,7 +153,7 @@ def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
         embeddings = {name for name, m in modules.items() if isinstance(m, nn.Embedding)}
         selected = {name for name in linear | embeddings if matches(name, config.target_modules)}
     selected = {name for name in selected if not matches(name, config.exclude_modules)}
-    if not selected:
+    if not selected and not config.target_parameters:
         available = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
         raise ModelError(
             f"No module of {type(model).__name__} matches lora.target_modules={config.target_modules!r} "
@@ -304,6 +308,7 @@ def _add_adapters(base: PreTrainedModel, config: TrainConfig, modules: list[str]
     """The model with the POLICY adapter, and with REF and CRITIC if the algorithm needs them."""
     critic = config.critic_lora
     critic_modules = adapted_modules(base, critic) if critic is not None else []
+    check_experts(base, config.lora)
     with _exactly_these_modules():
         try:
             model = get_peft_model(base, _peft_config(config.lora, modules), adapter_name=POLICY)
@@ -319,11 +324,14 @@ def _add_adapters(base: PreTrainedModel, config: TrainConfig, modules: list[str]
     if config.lora.init == "xavier":
         for name, param in adapter_params(model, POLICY).items():
             if "lora_A" in name:
-                nn.init.xavier_normal_(param.data)
+                layer = model.get_submodule(name.partition(".lora_A.")[0])
+                for matrix in torch.split(param.data, layer.r[POLICY]):  # of experts: one each
+                    nn.init.xavier_normal_(matrix)
     if config.lora.dropout and config.lora.dropout_position == "after":
         drop_after_a(model, POLICY)
     _activate(model, POLICY)
     fuse_lora_layers(model)
+    group_expert_lora(model)
     return model
 
 
@@ -349,6 +357,7 @@ def _peft_config(lora: LoraConfig, modules: list[str]) -> PeftLoraConfig:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=modules,
+        target_parameters=lora.target_parameters or None,
         use_rslora=lora.use_rslora,
         rank_pattern=lora.rank_pattern,
         alpha_pattern=lora.alpha_pattern,

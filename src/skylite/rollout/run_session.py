@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from skylite.adapters.experts import served_modules
 from skylite.adapters.manifest import read_manifest
 from skylite.adapters.target_modules import last_names, predict_modules
 from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, run_template
@@ -228,7 +229,8 @@ def record_choices(plan: RunPlan, first: TrainerStep) -> None:
 def _published_modules(plan: RunPlan) -> list[str]:
     """Names of the modules that the adapter of the first step changes."""
     adapter = plan.resolved.identity.lora_sync_path / adapter_name(plan.first_step - 1)
-    return last_names(read_manifest(adapter, verify_hash=False).target_modules)
+    manifest = read_manifest(adapter, verify_hash=False)
+    return last_names(served_modules(manifest.target_modules, manifest.target_parameters))
 
 
 async def wait_for_trainer_exit(plan: RunPlan, supervisor: Supervisor) -> None:

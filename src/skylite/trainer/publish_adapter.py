@@ -90,6 +90,7 @@ def _manifest(
         alpha=lora.alpha,
         dtype=resolved.placement.dtype,
         target_modules=policy.target_modules,
+        target_parameters=policy.target_parameters,
         canary=canary,
     )
 
@@ -109,6 +110,7 @@ def _peft_json(policy: Policy, run_config: RunConfig) -> str:
             "rank_pattern": lora.rank_pattern,
             "alpha_pattern": lora.alpha_pattern,
             "target_modules": policy.target_modules,
+            **({"target_parameters": policy.target_parameters} if policy.target_parameters else {}),
             "bias": "none",
             "inference_mode": True,
         },

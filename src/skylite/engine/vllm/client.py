@@ -193,7 +193,8 @@ class VllmClient:
         Versions never share a name: vLLM's in-place load would re-read the disk every step and keep stale
         blocks in the prefix cache.
         """
-        body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
+        # PEFT's form of experts: one pair of matrices for all. Says nothing about adapters without any.
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.path), "is_3d_lora_weight": True}
         reply = await self._adapters("load", body)
         if reply.status_code != httpx.codes.OK:
             # vLLM returns 500 for both an unusable adapter and a dead engine.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 
+from skylite.adapters.experts import MODULE as EXPERTS
 from skylite.adapters.target_modules import last_names
 from skylite.config.engine import CpuLora
 from skylite.config.lora import LoraConfig
@@ -207,7 +208,7 @@ def _public_flags(spec: EngineSpec) -> list[str]:
     url, adapter = httpx.URL(spec.address.url), spec.fixed_adapter
     assert adapter is not None, "the caller checks this"
     # As JSON: vLLM splits NAME=PATH, and takes a path with a comma for JSON.
-    lora = json.dumps({"name": adapter.name, "path": str(adapter.path)})
+    lora = json.dumps({"name": adapter.name, "path": str(adapter.path), "is_3d_lora_weight": True})
     flags = ["--host", url.host, "--port", str(url.port or 80), "--lora-modules", lora]
     return [*flags, "--h11-max-incomplete-event-size", str(HEADER_BYTES), "--middleware", SERVE_MIDDLEWARE]
 
@@ -318,6 +319,8 @@ def _lora_flags(spec: EngineSpec, rank: int) -> list[str]:
         )
     # Last parts alone: vLLM has other paths, and compares the parts of a packed layer by no path.
     names = last_names(spec.target_modules or [])
+    if EXPERTS in names:  # for most models, vLLM reads PEFT's form of experts in this mode alone
+        flags.append("--enable-mixed-moe-lora-format")
     return flags + (["--lora-target-modules", *names] if names else [])
 
 

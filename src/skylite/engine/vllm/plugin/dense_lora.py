@@ -33,6 +33,10 @@ class DensePunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]  # vLLM is 
         groups = self._token_groups
         return groups[0].slot if len(groups) == 1 and groups[0].rows == slice(0, num_rows) else None
 
+    def groups_of(self, rows: torch.Tensor) -> tuple[RowGroup, ...]:
+        """The row groups among `rows` [N] of the batch, numbered from 0."""
+        return group_rows(self.token_lora_indices[rows].tolist()) if self._token_groups else ()
+
     def add_lora_linear(
         self,
         y: torch.Tensor,
