@@ -161,6 +161,64 @@ def adapter_deltas(folder: str, file: str) -> list[str]:
     return sorted(deltas)
 
 
+def quantised_differences(dtype: str) -> dict[str, float]:
+    """The largest difference of skylite's widened matrices to vLLM's own, in matrices that vLLM quantised."""
+    import torch
+    from vllm.model_executor.layers.quantization.utils import quant_utils
+    from vllm.scalar_type import scalar_types
+
+    from skylite.hub.quantised import Awq, Fp8, Gptq
+
+    weight = torch.randn(256, 384, dtype=getattr(torch, dtype))  # [I, O]
+    (inputs, outputs), found = weight.shape, {}
+    for bits, kind in ((4, scalar_types.uint4b8), (8, scalar_types.uint8b128)):
+        expected, numbers, scales = quant_utils.gptq_quantize_weights(weight, kind, 64)
+        parts = {"qweight": quant_utils.gptq_pack(numbers, bits, inputs, outputs), "scales": scales}
+        found[f"gptq {bits}"] = Gptq("", bits).widen(parts, weight.dtype).t() - expected
+    expected, numbers, scales, zeros = quant_utils.quantize_weights(weight, scalar_types.uint4, 64, True)
+    packed = [quant_utils.awq_pack(n, 4, len(n), outputs) for n in (numbers, zeros)]
+    parts = dict(zip(("qweight", "qzeros", "scales"), (*packed, scales), strict=True))
+    found["awq"] = Awq("").widen(parts, weight.dtype).t() - expected
+    for block in ((128, 128), (1, outputs), (inputs, outputs)):  # blocks, a scale for each row, or for all
+        numbers, scales = quant_utils.scaled_quantize(
+            weight.float(), quant_utils.GroupShape(*block), torch.float8_e4m3fn
+        )
+        parts = {"weight": numbers, "scale": scales}
+        rounded = scales.to(weight.dtype)  # as prepare_fp8_layer_for_marlin does
+        expected = quant_utils.scaled_dequantize(
+            numbers, rounded, quant_utils.GroupShape(*block), out_dtype=weight.dtype
+        )
+        form = Fp8("", "scale", block if block == (128, 128) else None)
+        found[f"fp8 {block[0]}"] = form.widen(parts, weight.dtype) - expected
+    return {name: float(difference.abs().max()) for name, difference in found.items()}
+
+
+def loaded_as_plain(command: list[str], file: str) -> None:
+    """Write the weights that vLLM has after it has loaded a quantised model with the plugin."""
+    from safetensors.torch import save_file
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from skylite.engine.vllm.plugin import widened_base
+
+    widened_base.install("float32")
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(command)
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    with tempfile.TemporaryDirectory(prefix="skylite-") as folder, set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{Path(folder, 'store')}", 0, backend="gloo")
+        ensure_model_parallel_initialized(1, 1)
+        with set_default_torch_dtype(config.model_config.dtype):
+            model = initialize_model(config)
+        DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
+    save_file({name: parameter.detach().clone() for name, parameter in model.named_parameters()}, file)
+
+
 def servable_models() -> dict[str, Any]:
     """The table of vllm_models.py, which imports every text model."""
     from tests.integration.vllm_models import describe

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -32,6 +33,7 @@ from tests.integration.in_vllm import (
     LORA_RANK,
     VOCABULARY,
 )
+from tests.quantised_models import quantise_model, widen_model
 from tests.tiny_models import make_tiny_model
 from tests.unit.engine_cases import SPEC as CPU_SPEC
 
@@ -105,6 +107,7 @@ LAYER = {
 
 VLLM_FORMS = ("plain", "rslora", "ranks and alphas", "one layer, by wildcard", "embeddings")
 DELTAS = "deltas.safetensors"
+LOADED = "loaded"
 
 
 def flags(command: list[str]) -> list[str]:
@@ -129,7 +132,8 @@ def commands() -> list[list[str]]:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {family: make_tiny_model(root / family, family) for family in {f for f, *_ in SLOTS.values()}}
+    made = {family: make_tiny_model(root / family, family) for family in {f for f, *_ in SLOTS.values()}}
+    return made | {"awq": quantise_model(made["qwen3"], root / "awq", "awq")}
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +154,9 @@ def answers(models: dict[str, Path], adapters: dict[str, Any]) -> dict[str, Any]
     questions |= {f"starts {k}": ["starts", *free] for k, free in enumerate(FREE)}
     questions |= {f"{gpus} GPUs": ["divided_layers", gpus] for gpus in GPUS}
     questions["models"] = ["servable_models"]
+    questions |= {f"quantised {dtype}": ["quantised_differences", dtype] for dtype in ("float32", "bfloat16")}
+    launched = VllmLauncher().command(replace(CPU_SPEC, model_path=models["awq"]))[3:]
+    questions["loaded"] = ["loaded_as_plain", launched, str(models["awq"] / LOADED)]
     questions |= {f: ["adapter_deltas", str(a), str(a / DELTAS)] for f, (a, _) in adapters.items()}
     command = [sys.executable, "-m", "tests.integration.in_vllm"]
     done = subprocess.run(
@@ -182,6 +189,28 @@ def test_vllm_loads_an_adapter_as_the_trainer_computes_it(
     for path, delta in deltas.items():
         model.get_submodule(path).weight.data += delta
     assert difference(logprobs, model) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantised_matrices_have_vllms_values(dtype: str, answers: dict[str, Any]) -> None:
+    names = ("gptq 4", "gptq 8", "awq", "fp8 128", "fp8 1", "fp8 256")
+    assert answers[f"quantised {dtype}"] == dict.fromkeys(names, 0.0)
+
+
+def test_vllm_loads_a_quantised_model_as_a_plain_one(
+    answers: dict[str, Any], models: dict[str, Path], tmp_path: Path
+) -> None:
+    assert answers["loaded"] is None
+    loaded = load_file(models["awq"] / LOADED)
+    values = load_file(widen_model(models["awq"], tmp_path / "widened") / "model.safetensors")
+    for layer in ("model.layers.0", "model.layers.1"):
+        for packed, names in (
+            ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+            ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
+            ("mlp.down_proj", ("mlp.down_proj",)),
+        ):
+            expected = torch.cat([values[f"{layer}.{name}.weight"] for name in names])
+            assert torch.equal(loaded[f"{layer}.{packed}.weight"], expected)
 
 
 @pytest.mark.parametrize("gpus", GPUS)

@@ -319,14 +319,15 @@ def judge(model: Path, device: str = "cpu") -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bnb4": (
         {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "bitsandbytes"}},
-        r"quantised \(bitsandbytes\).*no QLoRA",
+        "quantised by bitsandbytes, which skylite does not read",
     ),
     "fp8": (
         {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "fp8"}},
-        r"quantised \(fp8\).*no QLoRA",
+        r"quantised \(fp8\): config.json says so, and its files hold no quantised matrix",
     ),
     "compressed": (
-        {"architectures": ["LlamaForCausalLM"], "compression_config": {"format": "int"}}, "quantised",
+        {"architectures": ["LlamaForCausalLM"], "compression_config": {"format": "int"}},
+        "quantization_config is not complete",
     ),
     "audio": (
         {"architectures": ["SomeForConditionalGeneration"], "audio_config": {"x": 1}},

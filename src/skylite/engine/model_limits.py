@@ -6,24 +6,57 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from skylite.adapters.target_modules import EXPERTS
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, ModelError
-from skylite.hub.text_model import is_wrapper, other_parts, read_config, text_section
+from skylite.hub.quantised import quantised_modules
+from skylite.hub.resolve import tensor_shapes
+from skylite.hub.text_model import (
+    is_wrapper,
+    other_parts,
+    quantised_format,
+    read_config,
+    text_layers,
+    text_section,
+    text_tensors,
+)
 
+REMEDY = "Use the 16-bit model that it was made from, and a smaller one if that does not fit."
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """Names in config.json for the tokens of the longest sequence."""
-QUANTISED = ("quantization_config", "compression_config")
 
 
-def check_trainable(model_path: Path) -> None:
-    """Raise ModelError for quantised weights."""
-    config = _sections(model_path)[0]
-    if (method := quantisation(config)) is not None:
-        raise ModelError(
-            f"The base {model_path.name} is quantised ({method}), and skylite has no QLoRA: trainer and "
-            "engine need the same unquantised weights.",
-            "Use the 16-bit model that it was made from, and a smaller one if that does not fit.",
-        )
+def check_trainable(model_path: Path, *, offload: bool = False) -> str:
+    """Raise ModelError for quantised weights that the trainer does not read. Returns a note, or "".
+
+    `offload`: trainer.offload.
+    """
+    form = quantised_format(model_path)
+    if form is None:
+        return ""
+    names, config = tensor_shapes(model_path), read_config(model_path)
+    modules = quantised_modules(form, names)
+    in_layers = tuple(text_layers(names, config))
+    outside = sorted(m for m in modules if not m.startswith(in_layers))
+    reason = (
+        "its tensors have other names than in transformers"
+        if is_wrapper(config) and any(a != b for a, b in text_tensors(names, config).items())
+        else "experts are quantised, which skylite does not train beside"
+        if any(EXPERTS in f".{module}." for module in modules)
+        else f"{outside[0]} is quantised, which is not a layer of the text model"
+        if outside
+        else "trainer.offload=true moves 16-bit weights alone"
+        if offload
+        else "config.json says so, and its files hold no quantised matrix"
+        if not modules
+        else ""
+    )
+    if reason:
+        raise ModelError(f"The base {model_path.name} is quantised ({form.name}): {reason}.", REMEDY)
+    return (
+        f"{model_path.name} is quantised ({form.name}): it stays so in the trainer, in full on each "
+        "rank, which widens a matrix where it is used; the adapter is not quantised"
+    )
 
 
 def text_only_note(model_path: Path) -> str:
@@ -34,15 +67,6 @@ def text_only_note(model_path: Path) -> str:
         f"{model_path.name} is a text model with other parts ({', '.join(other_parts(model_path))}): prompts "
         "are text, the adapter is on the text model alone, and the other parts stay as they are"
     )
-
-
-def quantisation(config: Mapping[str, Any]) -> str | None:
-    """The method that config.json names, such as fp8; None for plain weights."""
-    for section in (config, text_section(config)):
-        for name in QUANTISED:
-            if isinstance(method := section.get(name), dict) and method:
-                return str(method.get("quant_method") or name)[:40]
-    return None
 
 
 def context_length(model_path: Path) -> int | None:

@@ -12,7 +12,17 @@ from skylite.adapters.experts import expert_layers
 from skylite.adapters.target_modules import EXPERTS, pattern_value, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.tensor_parallel import HEADS
-from skylite.hub.text_model import TEXT_PATH, Shapes, model_shapes, read_config, text_layers, text_section
+from skylite.hub.quantised import quantised_modules
+from skylite.hub.resolve import tensor_bytes
+from skylite.hub.text_model import (
+    TEXT_PATH,
+    Shapes,
+    model_shapes,
+    quantised_format,
+    read_config,
+    text_layers,
+    text_section,
+)
 
 FUSED_QKV = ("qkv_proj", "query_key_value", "Wqkv", "c_attn")
 LATENT_CACHE = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "pangu_ultra_moe")
@@ -38,6 +48,12 @@ class ModelSizes:
     """config.json."""
 
     parameters: int
+    quantised: int = 0
+    """Those of quantised matrices."""
+    quantised_bytes: int = 0
+    """Of these as they are stored."""
+    largest_quantised: int = 0
+    """Elements of the largest quantised matrix."""
     largest_layer: int
     outside_layers: int
     """Embeddings, head, last norm, and towers that see no text tokens."""
@@ -71,12 +87,18 @@ class ModelSizes:
     cached_heads: int
     """Key-value heads, which several GPUs divide. 1: each GPU has the complete cache."""
 
+    def weight_bytes(self, item: int) -> int:
+        """Of the weights, with `item` bytes for an element that is not quantised."""
+        return (self.parameters - self.quantised) * item + self.quantised_bytes
+
     def per_gpu(self, gpus: int) -> ModelSizes:
         """The part of each of `gpus` GPUs, but for small copies of norms, routers and paddings."""
         heads = min(gpus, self.cached_heads)
         return replace(
             self,
             parameters=math.ceil(self.parameters / gpus),
+            quantised=self.quantised // gpus,
+            quantised_bytes=math.ceil(self.quantised_bytes / gpus),
             intermediate=math.ceil(self.intermediate / gpus),
             expert_intermediate=math.ceil(self.expert_intermediate / gpus),
             cached=None if self.cached is None else math.ceil(self.cached / heads),
@@ -116,6 +138,16 @@ def model_sizes(model_path: Path, lora: LoraConfig, critic: LoraConfig | None = 
     adapted = predict_modules(model_path, lora)[1]
     ranks = {path: pattern_value(lora.rank_pattern, path, lora.rank) for path in adapted}
     sizes = sizes_of(model_shapes(model_path), config, ranks)
+    if (form := quantised_format(model_path)) is not None:
+        stored = tensor_bytes(model_path)
+        modules = quantised_modules(form, stored)
+        counts = [math.prod(sizes.shapes[f"{module}.weight"]) for module in modules]
+        sizes = replace(
+            sizes,
+            quantised=sum(counts),
+            quantised_bytes=sum(size for n, size in stored.items() if n.rpartition(".")[0] in modules),
+            largest_quantised=max(counts, default=0),
+        )
     return sizes if critic is None else replace(sizes, critic_lora=model_sizes(model_path, critic).lora)
 
 

@@ -14,7 +14,9 @@ from skylite.engine.canary_limits_bf16 import MAX_VISIBLE, Scores
 from skylite.engine.canary_limits_float32 import read_float32
 from skylite.engine.canary_reading import TOO_SMALL
 from skylite.errors import ModelError, RunFailed
-from skylite.hub.text_model import auto_class
+from skylite.hub.quantised import stored_tensors, widened
+from skylite.hub.text_model import auto_class, quantised_format
+from skylite.processes.hardware import Dtype
 
 TOLERANCE = 0.002  # as for the engines of a run in float32
 """Largest difference of a logprob in nats, when the arithmetic is float32."""
@@ -162,8 +164,11 @@ def flat(rows: Rows) -> list[float]:
     return [x for row in rows for x in row]
 
 
-def load_float32(folder: Path, **options: Any) -> Any:
-    """A local transformers model in float32. Never runs code from the folder."""
+def load_float32(folder: Path, widened_in: Dtype = "float32", **options: Any) -> Any:
+    """A local transformers model in float32. Never runs code from the folder.
+
+    `widened_in`: the dtype in which the trainer widened the matrices of a quantised model.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, modeling_gguf_pytorch_utils
     from transformers.utils import logging as transformers_logging
@@ -176,6 +181,12 @@ def load_float32(folder: Path, **options: Any) -> Any:
         if not options:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             model_class = auto_class(config)
+            if (form := quantised_format(folder)) is not None:
+                del config.quantization_config
+                model = model_class.from_config(config, dtype=torch.float32, trust_remote_code=False)
+                tensors = widened(form, stored_tensors(folder), getattr(torch, widened_in))
+                model.load_state_dict(dict(tensors), strict=False)  # the trainer has loaded all of them
+                return model.eval()
         model = model_class.from_pretrained(
             path, dtype=torch.float32, local_files_only=True, trust_remote_code=False, **options
         )

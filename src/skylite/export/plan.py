@@ -17,7 +17,8 @@ from skylite.config.train import RunConfig
 from skylite.errors import ConfigError, ModelError
 from skylite.evaluation.confidence_interval import score_name, score_value
 from skylite.export.gguf import find_converter
-from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, model_files, resolve_model, tensor_shapes
+from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, model_files, resolve_model
+from skylite.hub.text_model import model_shapes
 from skylite.processes.hardware import DTYPE_BYTES, available_memory
 from skylite.run.files import format_bytes
 from skylite.run.metrics_file import held_out_scores, scores_are_binary
@@ -121,7 +122,7 @@ def plan_export(flags: ExportFlags) -> ExportPlan:
         merge=flags.merge,
         gguf=flags.gguf,
         dtype=checked_dtype(flags.dtype) or dtype_of(base.path),
-        num_parameters=sum(math.prod(shape) for shape in tensor_shapes(base.path).values()),
+        num_parameters=sum(math.prod(shape) for shape in model_shapes(base.path).values()),
         out=out.absolute(),
     )
     if plan.out.exists():

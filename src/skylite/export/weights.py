@@ -150,7 +150,7 @@ def load_adapted(plan: ExportPlan, adapter: Path) -> Adapted:
     """The pristine base in float32 with the adapter folder on it, both checked."""
     from peft import PeftModel
 
-    model = load_float32(plan.base.path)
+    model = load_float32(plan.base.path, plan.run_config.resolved.placement.dtype)
     canary = plan.manifest.canary
     base = model_logprobs(model, canary.sequences)
     check_base(base, canary)

@@ -161,8 +161,19 @@ def safetensors_header(path: Path) -> bytes:
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
     """Shape of each tensor in a model folder, by name. Raises ModelError for a damaged file."""
+    return {name: list(tensor["shape"]) for name, tensor in _tensors(path).items()}
+
+
+def tensor_bytes(path: Path) -> dict[str, int]:
+    """Bytes of each tensor in a model folder, by name. Raises ModelError for a damaged file."""
+    offsets = {name: tensor["data_offsets"] for name, tensor in _tensors(path).items()}
+    return {name: end - start for name, (start, end) in offsets.items()}
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    """What the headers of a model's files say about each tensor."""
     return {
-        name: list(tensor["shape"])
+        name: tensor
         for file in weight_files(path)
         for name, tensor in parse_json(safetensors_header(file)).items()
         if name != "__metadata__"

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skylite.hub.quantised import Format, read_format, widened_shapes
 from skylite.hub.resolve import tensor_shapes
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
@@ -21,6 +22,8 @@ TEXT_SECTIONS = ("thinker_config", "text_config", "llm_config", "language_config
 OTHER_PARTS = ("vision_config", "audio_config", "vision_tower_config", "img_processor")
 """Sections of config.json that describe a part which sees no text."""
 
+QUANTISED = ("quantization_config", "compression_config")
+"""Sections of config.json that describe quantised weights."""
 TEXT_PATH, HEAD = "model.language_model", "lm_head.weight"
 """Where transformers' classes have the text model of a model with several parts, and its head.
 engine/vllm/vllm_models.json has no others: tests/integration/vllm_models.py leaves them out."""
@@ -84,11 +87,12 @@ def model_shapes(model_path: Path) -> dict[str, list[int]]:
     """Shape of each tensor in a model folder, by the name that transformers' model gives it.
 
     Files of one model differ: `language_model.model.layers` or `model.language_model.layers`. Raises
-    ModelError for a damaged file.
+    ModelError for a damaged file. Quantised matrices count as the matrices that they stand for.
     """
-    shapes, config = tensor_shapes(model_path), read_config(model_path)
+    stored, config, form = tensor_shapes(model_path), read_config(model_path), quantised_format(model_path)
+    shapes: Shapes = stored if form is None else widened_shapes(form, stored)
     names = text_tensors(shapes, config) if is_wrapper(config) else {}
-    return {names.get(name, name): shape for name, shape in shapes.items()}
+    return {names.get(name, name): list(shape) for name, shape in shapes.items()}
 
 
 def text_shapes(model_path: Path) -> dict[str, list[int]]:
@@ -103,6 +107,15 @@ def read_config(model_path: Path) -> Mapping[str, Any]:
     """config.json."""
     config: Mapping[str, Any] = parse_json(read_text(model_path / "config.json"))
     return config
+
+
+def quantised_format(model_path: Path) -> Format | None:
+    """How the model's matrices are quantised; None: they are not. Raises ModelError for other formats."""
+    config = read_config(model_path)
+    for name in QUANTISED:
+        if isinstance(settings := config.get(name), dict) and settings:
+            return read_format(settings, model_path.name)
+    return None
 
 
 def other_parts(model_path: Path) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 
@@ -63,18 +62,20 @@ def _store_weight(sharing: Sequence[Any]) -> bool:
     weight = sharing[0].weight
     if not all(type(module) in FORWARDS for module in sharing):
         return False
-    if weight.dtype != torch.float32 or weight.requires_grad or isinstance(weight, DTensor):
+    # Another class: a shard of FSDP, or a weight that is quantised.
+    if weight.dtype != torch.float32 or weight.requires_grad or type(weight) is not nn.Parameter:
         return False
     bf16 = nn.Parameter(weight.detach().to(torch.bfloat16), False)
     if not torch.equal(bf16.float(), weight):
         return False
     for module in sharing:
         module.weight = bf16
-        module.forward = _forward_of(module)
+        module.forward = forward_of(module)
     return True
 
 
-def _forward_of(module: Any) -> Callable[[Tensor], Tensor]:
+def forward_of(module: Any) -> Callable[[Tensor], Tensor]:
+    """A forward of a linear layer or embedding that widens its weight where it is used, and keeps no copy."""
     forward = FORWARDS[type(module)]
     return lambda x: forward(module, x)
 

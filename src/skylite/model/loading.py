@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
 from skylite.errors import ModelError
-from skylite.hub.text_model import auto_class
+from skylite.hub.quantised import Format, stored_tensors
+from skylite.hub.text_model import auto_class, quantised_format
 from skylite.model.attention_backends import register_backends
 from skylite.model.process_group import Dist
+from skylite.model.quantised_weights import fill_quantised
 from skylite.untrusted_files import read_text, regular
 from skylite.untrusted_text import parse_json
 
@@ -29,7 +31,8 @@ def load_base(
     A single rank holds the full model. On several ranks, unless they `replicate` it, each rank reads its own
     shard, and holds no more than that and the layer that it computes. In most mixtures of experts the tensors
     in the files are not the model's parameters one to one. Then rank 0 loads the full model into CPU memory
-    and sends the other ranks theirs.
+    and sends the other ranks theirs. A quantised model stays quantised (model/quantised_weights.py), in full
+    on every rank.
 
     Args:
         path: folder with config and safetensors.
@@ -45,6 +48,8 @@ def load_base(
         ModelError: the folder is missing, damaged or incomplete.
     """
     register_backends()
+    if (form := quantised_format(Path(path))) is not None:
+        return _load_quantised(Path(path), form, dtype, dist.device), f"base model: {form.name}, kept so"
     if (dist.dp_size == 1 or replicate) and not offload:
         # FSDP on a single rank would hold the base twice.
         where = "a single rank" if dist.dp_size == 1 else "each rank"
@@ -60,9 +65,7 @@ def load_base(
             "base model: rank 0 read the full model and sent each rank its shard, "
             "because the tensors in its files are not its parameters"
         )
-    # Not base.to(device): FSDP accepts offloaded shards only in CPU memory.
-    for name, buffer in base.named_buffers():
-        base.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(dist.device)
+    _move_buffers(base, dist.device)  # not base.to: FSDP accepts offloaded shards only in CPU memory
     return base, f"{how}; offloaded to CPU memory" if offload else how
 
 
@@ -116,6 +119,21 @@ def _load_full(path: str, dtype: torch.dtype, device: torch.device) -> PreTraine
     return model
 
 
+def _load_quantised(path: Path, form: Format, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    try:
+        base = _empty_model(path, dtype)
+        fill_quantised(base, form, stored_tensors(path, str(device)), dtype, device)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise _load_error(str(path), error) from error
+    _move_buffers(base, device)
+    return base.eval()
+
+
+def _move_buffers(base: PreTrainedModel, device: torch.device) -> None:
+    for name, buffer in base.named_buffers():
+        base.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(device)
+
+
 def _load_shards(path: Path, dtype: torch.dtype, dist: Dist, offload: bool) -> PreTrainedModel | None:
     """Build the model without weights, shard it, then read the shards.
 
@@ -159,6 +177,8 @@ def _share_full_model(path: str, dtype: torch.dtype, dist: Dist, offload: bool) 
 def _empty_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a folder's config, without memory for its frozen weights."""
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
     with init_empty_weights(include_buffers=False):
         base: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
     base.tie_weights()

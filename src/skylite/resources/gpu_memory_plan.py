@@ -30,7 +30,9 @@ from skylite.resources.gpu_placement import GpuChoice
 
 Device = Literal["cpu", "cuda"]
 GIB = 2**30
-FLOAT32 = 4
+FLOAT32 = INT32 = 4
+WIDENED_COPIES = 3
+"""Matrices in the compute dtype while a quantised one is widened (hub/quantised.py), beside its integers."""
 ADAPTER_COPIES = 4
 """float32 copies of each trained parameter: itself, its gradient and AdamW's two moments."""
 ROLLBACK_COPIES = 3
@@ -319,10 +321,12 @@ def trainer_memory(sizes: ModelSizes, config: TrainConfig, device: Device, dtype
 def _weight_bytes(sizes: ModelSizes, config: TrainConfig, item: int) -> int:
     """Of a rank's shard, and of what FSDP gathers from all: two layers, and all that is outside of layers."""
     ranks, offload = config.trainer.num_ranks, config.trainer.offload
-    if config.trainer.replicate_base:
+    if config.trainer.replicate_base or sizes.quantised:
         ranks = 1
     # A float32 model that is not sharded is stored in bfloat16 if that loses nothing (model/bf16_weights.py).
     stored = 2 if ranks == 1 else item
+    if sizes.quantised:  # all of it on every rank, and one matrix that is being widened
+        return sizes.weight_bytes(stored) + sizes.largest_quantised * (WIDENED_COPIES * item + INT32)
     shard = 0 if offload else sizes.parameters * stored // ranks
     gathered = (2 * sizes.largest_layer + sizes.outside_layers) * item if ranks > 1 or offload else 0
     return shard + gathered

@@ -10,7 +10,7 @@ from skylite.adapters.import_adapter import expand_adapter_path, warm_start_byte
 from skylite.config.resolved import Resolved
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
-from skylite.hub.resolve import tensor_shapes
+from skylite.hub.text_model import model_shapes
 from skylite.run.files import RESERVE_BYTES, format_bytes, free_bytes
 from skylite.run.run_dir import RunDir
 
@@ -74,7 +74,7 @@ def rollout_bytes(config: TrainConfig) -> int:
 def _lora_parameters(model_path: Path, rank: int) -> int:
     return sum(
         rank * sum(shape)
-        for name, shape in tensor_shapes(model_path).items()
+        for name, shape in model_shapes(model_path).items()
         if len(shape) == 2 and not any(part in name for part in ("embed", "lm_head"))
     )
 

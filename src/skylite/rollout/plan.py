@@ -223,7 +223,7 @@ def choose_model(config: TrainConfig, launcher: Launcher) -> ResolvedModel:
     if config.engine.num_engines:
         launcher.check_machine(device)
     model = resolve_model(config.model.name)
-    check_trainable(model.path)
+    check_trainable(model.path, offload=config.trainer.offload)
     return model
 
 
@@ -262,6 +262,7 @@ def choose_placement(
         *settings_notes(config),
         model.note,
         text_only_note(model.path),
+        check_trainable(model.path),
         *target_notes,
         triton_note(device),
         *of_engines,

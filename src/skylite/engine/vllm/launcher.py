@@ -6,6 +6,7 @@ benchmarks/lora_sampling.py --variant compares other CPU settings on your machin
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -38,13 +39,13 @@ from skylite.engine.vllm.models import (
     recurrent_layers,
     vllm_version,
 )
-from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER, SWITCH, batched_outputs
+from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER, SWITCH, WIDENED_BASE, batched_outputs
 from skylite.engine.vllm.plugin import processes as plugin_processes
 from skylite.errors import ModelError
-from skylite.hub.text_model import is_wrapper, read_config
+from skylite.hub.text_model import QUANTISED, is_wrapper, model_shapes, quantised_format, read_config
 from skylite.processes.child_env import FEW_PRODUCTS, INTEL_OPENMP, LOOPBACK_ONLY, has_library, preload_env
 from skylite.processes.gpus import cuda_env
-from skylite.processes.hardware import cpu_cores, total_memory
+from skylite.processes.hardware import DTYPE_BYTES, cpu_cores, total_memory
 
 RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
@@ -98,7 +99,9 @@ class VllmLauncher:
         return check_lora(model_path, device, lora)
 
     def bf16_reason(self, model_path: Path, device: str) -> str:
-        """vLLM has gated delta nets for CPUs in bfloat16 alone."""
+        """vLLM has gated delta nets on CPUs, and quantised weights on GPUs, in bfloat16 alone."""
+        if device == "cuda" and quantised_format(model_path) is not None:
+            return "vLLM computes quantised weights in no other type"
         if device == "cpu" and recurrent_layers(model_path) == GATED_DELTA_NET:
             return "on a CPU vLLM computes this model's recurrent layers (gated delta nets) in no other type"
         return ""
@@ -111,6 +114,8 @@ class VllmLauncher:
         if config.engine.cpu_lora != "auto":
             return config.engine.cpu_lora
         files = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
+        if quantised_format(model_path) is not None:
+            files = sum(map(math.prod, model_shapes(model_path).values())) * DTYPE_BYTES["bfloat16"]
         fits = files * MERGED_MEMORY <= total_memory() * MERGED_MEMORY_SHARE
         return "merged" if dtype == "float32" and fits and not config.trainer.deterministic else "dense"
 
@@ -151,7 +156,7 @@ class VllmLauncher:
             "--uvicorn-log-level",
             "warning",
         ]
-        command += _memory_flags(spec)
+        command += [*_memory_flags(spec), *_quantised_flags(spec)]
         if spec.lora_rank is not None:
             command += _lora_flags(spec, spec.lora_rank)
         elif spec.device == "cpu":
@@ -305,6 +310,18 @@ def _memory_flags(spec: EngineSpec) -> list[str]:
     return flags
 
 
+def _quantised_flags(spec: EngineSpec) -> list[str]:
+    """Flags with which vLLM computes a quantised model's weights as the trainer does, and no more.
+
+    On a GPU its other products round activations to FP8, too. On a CPU it loads plain weights (_cpu_env).
+    """
+    if quantised_format(spec.model_path) is None:
+        return []
+    if spec.device == "cpu":
+        return ["--hf-overrides", json.dumps(dict.fromkeys(QUANTISED))]
+    return ["--linear-backend", "marlin"]
+
+
 def _lora_flags(spec: EngineSpec, rank: int) -> list[str]:
     flags = ["--enable-lora", "--max-lora-rank", str(served_rank(rank))]
     # One more than in a batch, or vLLM reads an evicted adapter from disk again.
@@ -328,6 +345,7 @@ def _cpu_env(spec: EngineSpec) -> dict[str, str]:
     # Bind all cores by number: "auto" reserves one for the scheduler, which is half of a 2-core machine.
     env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, worker_cpus()))}
     env[SWITCH] = spec.cpu_lora
+    env[WIDENED_BASE] = "" if quantised_format(spec.model_path) is None else spec.dtype
     if spec.dtype == "bfloat16":
         env |= FEW_PRODUCTS
     # vLLM refuses two OpenMP runtimes in one process, so a runtime that the user preloads stays.

@@ -20,7 +20,8 @@ from typing import Any
 from skylite.adapters.target_modules import LM_HEADS, matches, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.errors import ModelError
-from skylite.hub.text_model import is_wrapper, read_config, text_section
+from skylite.hub.quantised import Fp8
+from skylite.hub.text_model import is_wrapper, quantised_format, read_config, text_section
 from skylite.optional_packages import install_command
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
@@ -33,6 +34,7 @@ EXPERTS_TRIED = ("Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM")
 """Architectures whose experts vLLM served with LoRA, and on a CPU, with the trainer's logprobs."""
 ATTENTION_LAYERS = ("attention", "full_attention", "sliding_attention", "chunked_attention")
 """Names in `layer_types` of layers that are not recurrent."""
+FP8_BLOCK = (128, 128)
 GATED_DELTA_NET = "gated_delta_net"
 CPU_RECURRENT = (GATED_DELTA_NET, "short_conv")
 """Kinds of recurrent layers that ran on a CPU with the trainer's logprobs."""
@@ -60,6 +62,7 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
     if version is None:
         return ""
     config = parse_json(read_text(model_path / "config.json"))
+    _check_quantised(model_path, device)
     if lora is not None:
         _check_head(model_path, lora)
     table = parse_json(read_text(TABLE))
@@ -88,6 +91,26 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
     if lora is not None:
         _check_targets(model_path, lora, architecture, served, version)
     return note
+
+
+def _check_quantised(model_path: Path, device: str) -> None:
+    """Raise ModelError for FP8 weights that vLLM's weight-only products for GPUs do not take as they are."""
+    form = quantised_format(model_path)
+    if (
+        device != "cuda"
+        or not isinstance(form, Fp8)
+        or not (form.joins or form.block not in (None, FP8_BLOCK))
+    ):
+        return
+    reason = (
+        "vLLM rounds q, k and v of a layer again to one scale, which the trainer does not"
+        if form.joins
+        else f"vLLM computes blocks of {FP8_BLOCK[0]} x {FP8_BLOCK[1]}, and these are of {form.block}"
+    )
+    raise ModelError(
+        f"The base {model_path.name} is quantised ({form.name}): {reason}.",
+        "Use a version with channel scales or blocks of 128 x 128, or the 16-bit model.",
+    )
 
 
 def packed_layers(config: Mapping[str, Any]) -> list[list[str]]:

@@ -23,6 +23,8 @@ SWITCH = "SKYLITE_CPU_LORA"
 DENSE = "dense"
 MERGED = "merged"
 """As DENSE, and merged weights (merged_weights.py) for batches that use a single adapter."""
+WIDENED_BASE = "SKYLITE_WIDENED_BASE"
+"""Environment variable: the dtype in which a quantised model is loaded as a plain one (widened_base.py)."""
 TESTED_VLLM = "0.32."
 """vLLM versions that this plugin is tested with."""
 STOCK_SERVER, CPU_SERVER = "vllm.entrypoints.openai.api_server", "skylite.engine.vllm.plugin.cpu_server"
@@ -83,6 +85,10 @@ def _change_cpu() -> None:
     norm_kernels.install()
     released_memory.install()
     rotary.install()
+    if dtype := os.environ.get(WIDENED_BASE):
+        from skylite.engine.vllm.plugin import widened_base
+
+        widened_base.install(dtype)
     if os.environ[SWITCH] == MERGED:
         from skylite.engine.vllm.plugin import merged_weights
 

@@ -1,0 +1,306 @@
+"""Quantised weights as they are published: what config.json must say, and the values of a stored matrix.
+
+A format is a frozen record. `widen` gives the values that an engine computes with when it leaves activations
+alone: scales are rounded to the compute dtype first, as vLLM loads them. A trainer and an engine that widen
+by other rules sample from one model and train another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from skylite.errors import ModelError
+from skylite.hub.resolve import weight_files
+from skylite.untrusted_files import regular
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ puts eight neighbours in an int32."""
+REMEDY = (
+    "Use a version in FP8, or in weight-only INT4 or INT8 of compressed-tensors, GPTQ or AWQ, or the 16-bit "
+    "model that it was made from."
+)
+
+
+class Format(Protocol):
+    """How a checkpoint stores its quantised matrices."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Tensors of a matrix, by their last names; the first holds its elements."""
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Tensors beside them that a weight-only engine does not read."""
+
+    def shape(self, stored: Sequence[int]) -> list[int]:
+        """[O, I] of the matrix whose first part is stored in this shape."""
+
+    def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """[O, I] in `dtype`: the values of a matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """e4m3 numbers [O, I], with one scale for the matrix, for each row, or for each block."""
+
+    name: str
+    scale: str
+    block: tuple[int, int] | None
+    """Rows and columns that share a scale; None: a scale for the matrix, or for each row."""
+    joins: bool = False
+    """On a GPU vLLM gives q, k and v, or gate and up, one scale, and rounds their numbers again to it."""
+    unused: tuple[str, ...] = ("input_scale",)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return ("weight", self.scale)
+
+    def shape(self, stored: Sequence[int]) -> list[int]:
+        return list(stored)
+
+    def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        weight, scale = parts["weight"], parts[self.scale].to(dtype)
+        if self.block is None:
+            return weight.to(dtype) * scale.reshape(-1, 1)
+        of_rows = scale.repeat_interleave(self.block[0], 0)[: weight.shape[0]]
+        return weight.to(dtype) * of_rows.repeat_interleave(self.block[1], 1)[:, : weight.shape[1]]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInt:
+    """compressed-tensors: rows of `bits`-bit integers in int32, and scales [O, G] of groups along a row."""
+
+    name: str
+    bits: int
+    symmetric: bool
+    unused: tuple[str, ...] = ("weight_shape",)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        zeros = () if self.symmetric else ("weight_zero_point",)
+        return ("weight_packed", "weight_scale", *zeros)
+
+    def shape(self, stored: Sequence[int]) -> list[int]:
+        return [stored[0], stored[1] * 32 // self.bits]
+
+    def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        numbers = _unpack(parts["weight_packed"], self.bits, dim=1)
+        zeros = None if self.symmetric else _unpack(parts["weight_zero_point"], self.bits, dim=0)
+        return _scaled(numbers, zeros, parts["weight_scale"].to(dtype), self.bits)
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """Columns of `bits`-bit integers in int32 [I / n, O], symmetric, and scales [G, O]."""
+
+    name: str
+    bits: int
+    parts: tuple[str, ...] = ("qweight", "scales")
+    unused: tuple[str, ...] = ("qzeros", "g_idx")
+
+    def shape(self, stored: Sequence[int]) -> list[int]:
+        return [stored[1], stored[0] * 32 // self.bits]
+
+    def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        numbers = _unpack(parts["qweight"], self.bits, dim=0).t()
+        return _scaled(numbers, None, parts["scales"].to(dtype).t(), self.bits)
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """Rows of 4-bit integers [I, O / 8] in AWQ_ORDER, with scales and zero points [G, O]."""
+
+    name: str
+    parts: tuple[str, ...] = ("qweight", "scales", "qzeros")
+    unused: tuple[str, ...] = field(default=())
+
+    def shape(self, stored: Sequence[int]) -> list[int]:
+        return [stored[1] * 8, stored[0]]
+
+    def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        numbers, zeros = (
+            _groups(_unpack(parts[part], 4, dim=1), 8)[..., AWQ_ORDER].flatten(1).t()
+            for part in ("qweight", "qzeros")
+        )
+        return _scaled(numbers, zeros, parts["scales"].to(dtype).t(), 4)
+
+
+def read_format(settings: Mapping[str, Any], model: str) -> Format:
+    """The format that a quantization_config describes. Raises ModelError for one that skylite does not read.
+
+    `model`: for messages.
+    """
+    method = str(settings.get("quant_method") or "compressed-tensors")
+    readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq}
+    if method not in readers:
+        reason = " and vLLM serves no more" if method == "bitsandbytes" else ""
+        raise ModelError(
+            f"The base {model} is quantised by {method[:40]}, which skylite does not read{reason}.", REMEDY
+        )
+    try:
+        found = readers[method](settings)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"The base {model} is quantised ({method}), and its quantization_config is not complete: "
+            f"{type(error).__name__} {error}.",
+            "Download the model again.",
+        ) from None
+    if isinstance(found, str):
+        raise ModelError(f"The base {model} is quantised ({method}) {found}.", REMEDY)
+    return found
+
+
+def _fp8(settings: Mapping[str, Any]) -> Format | str:
+    if (block := settings.get("weight_block_size")) is None:
+        return Fp8("fp8", "weight_scale", None)
+    return Fp8("fp8", "weight_scale_inv", (int(block[0]), int(block[1])))
+
+
+def _compressed_tensors(settings: Mapping[str, Any]) -> Format | str:
+    groups = list(settings["config_groups"].values())
+    if len(groups) != 1:
+        return f"in {len(groups)} ways at once (config_groups), and skylite reads one"
+    if settings.get("kv_cache_scheme"):
+        return "together with its KV cache (kv_cache_scheme), which the trainer does not have"
+    weights, activations = groups[0]["weights"], groups[0].get("input_activations")
+    form = groups[0].get("format") or settings.get("format")
+    if (
+        settings.get("transform_config")
+        or settings.get("sparsity_config", {}).get("format", "dense") != "dense"
+    ):
+        return "with rotated or sparse weights, which skylite does not read"
+    bits, kind, strategy = int(weights["num_bits"]), weights["type"], weights["strategy"]
+    if (bits, kind, form) == (8, "float", "float-quantized") and strategy in ("tensor", "channel", "block"):
+        block = weights.get("block_structure") if strategy == "block" else None
+        return Fp8(
+            f"compressed-tensors FP8, {strategy} scales",
+            "weight_scale",
+            None if block is None else (int(block[0]), int(block[1])),
+            joins=strategy == "tensor",
+        )
+    if (kind, form) == ("int", "pack-quantized") and bits in (4, 8) and strategy in ("group", "channel"):
+        if activations:
+            return "with activations in 8 bits, which the trainer does not round"
+        if weights.get("actorder") in ("group", True):
+            return "with activation ordering (actorder), which vLLM no longer serves"
+        return PackedInt(f"compressed-tensors INT{bits}", bits, bool(weights["symmetric"]))
+    return f"as {form} with {bits}-bit {kind} weights by {strategy}, which skylite does not read"
+
+
+def _gptq(settings: Mapping[str, Any]) -> Format | str:
+    bits = int(settings["bits"])
+    if bits not in (4, 8) or not settings["sym"]:
+        return f"in {bits} bits, sym={settings['sym']}; vLLM serves 4 and 8 bits with sym=true"
+    if settings.get("desc_act") and settings["group_size"] != -1:
+        return "with activation ordering (desc_act), which vLLM no longer serves"
+    if settings.get("dynamic"):
+        return "by other rules in other modules (dynamic), which skylite does not read"
+    return Gptq(f"GPTQ INT{bits}", bits)
+
+
+def _awq(settings: Mapping[str, Any]) -> Format | str:
+    bits, version = settings.get("bits", settings.get("w_bit")), str(settings.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm" or not settings["zero_point"]:
+        return (
+            f"in {bits} bits, version {version}, zero_point={settings['zero_point']}; "
+            "skylite reads 4 bits, gemm, with zero points"
+        )
+    return Awq("AWQ INT4")
+
+
+def quantised_modules(form: Format, names: Iterable[str]) -> set[str]:
+    """Paths of the modules with quantised weights, from the names of all tensors."""
+    others = {f".{part}" for part in form.parts if part != "weight"}
+    return {name.rpartition(".")[0] for name in names if f".{name.rpartition('.')[2]}" in others}
+
+
+def widened_shapes(form: Format, shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """Shapes by name as without quantisation: each matrix under its module's `weight`, and no parts."""
+    modules, parts = quantised_modules(form, shapes), {*form.parts, *form.unused}
+    found = dict[str, Sequence[int]]()
+    for name, shape in shapes.items():
+        module, _, part = name.rpartition(".")
+        if module not in modules or part not in parts:
+            found[name] = shape
+        elif part == form.parts[0]:
+            found[f"{module}.weight"] = form.shape(shape)
+    return found
+
+
+def stored_tensors(model_path: Path, device: str = "cpu") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a model's files, one at a time. Raises ModelError for a damaged file."""
+    from safetensors import safe_open
+
+    for file in weight_files(model_path):
+        with safe_open(regular(file), framework="pt", device=device) as tensors:
+            yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
+
+
+def grouped(
+    form: Format, tensors: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
+    """The tensors of a checkpoint in any order, with the parts of a matrix together under its `weight`.
+
+    Raises ModelError if a matrix lacks a part.
+    """
+    waiting: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors:
+        module, _, part = name.rpartition(".")
+        if part in form.unused:
+            continue
+        if part not in form.parts or (part == "weight" and "float8" not in str(tensor.dtype)):
+            yield name, tensor
+            continue
+        parts = waiting.setdefault(module, {})
+        parts[part] = tensor
+        if len(parts) == len(form.parts):
+            yield f"{module}.weight", waiting.pop(module)
+    if waiting:
+        module, parts = next(iter(waiting.items()))
+        lacks = ", ".join(part for part in form.parts if part not in parts)
+        raise ModelError(f"The quantised {module} lacks {lacks}.", "Download the model again.")
+
+
+def widened(
+    form: Format, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint as without quantisation: matrices in `dtype`, the others as they are."""
+    for name, value in grouped(form, tensors):
+        yield name, form.widen(value, dtype) if isinstance(value, dict) else value
+
+
+def _unpack(packed: Tensor, bits: int, dim: Literal[0, 1]) -> Tensor:
+    """uint8: the numbers that each int32 holds along `dim`, lowest bits first."""
+    import torch
+
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
+    shifts = shifts if dim else shifts[:, None]
+    numbers = (packed.unsqueeze(dim + 1) >> shifts) & (2**bits - 1)
+    found: Tensor = numbers.to(torch.uint8).flatten(dim, dim + 1)
+    return found
+
+
+def _scaled(numbers: Tensor, zeros: Tensor | None, scales: Tensor, bits: int) -> Tensor:
+    """[O, I]: scale (number - zero), with numbers [O, I], zeros and scales [O, G].
+
+    Without zeros the middle of the numbers is 0.
+    """
+    of_groups = _groups(numbers.to(scales.dtype), numbers.shape[1] // scales.shape[1])
+    shifted = of_groups - (2 ** (bits - 1) if zeros is None else zeros.to(scales.dtype)[..., None])
+    return (shifted * scales[..., None]).flatten(1)
+
+
+def _groups(rows: Tensor, size: int) -> Tensor:
+    """[O, I] as [O, I / size, size]."""
+    return rows.reshape(rows.shape[0], -1, size)
