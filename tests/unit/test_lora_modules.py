@@ -68,16 +68,19 @@ def test_the_modules_are_every_part_of_a_path_but_the_parameter(model_path: Path
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["*.layers.*"]])
-def test_a_router_that_is_a_plain_linear_layer_gets_no_lora(targets: str | list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "router"), [("jamba", "router"), ("qwen2_moe", "shared_expert_gate")])
+def test_a_router_that_is_a_plain_linear_layer_gets_no_lora(
+    family: str, router: str, targets: str | list[str], tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    folder = make_tiny_model(tmp_path / "model", "jamba")
+    folder = make_tiny_model(tmp_path / "model", family)
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = LoraConfig.model_validate({"target_modules": targets})
     adapted = adapted_modules(model, config)
     assert set(adapted) == predict_modules(folder, config)[1]
-    assert "router" in {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    assert not any("router" in name for name in adapted)
+    assert router in {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    assert not any(router in name for name in adapted)
 
 
 def test_a_short_name_selects_exactly_the_chosen_modules() -> None:

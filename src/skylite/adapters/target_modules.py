@@ -22,9 +22,10 @@ EXPERTS = ".experts."
 """In the names of weights of experts. transformers joins those of a layer in parameters of one module."""
 ROUTERS = (
     *("mlp.gate", "block_sparse_moe.gate", "mlp.router", "router.layer", "router.gate"),
-    *("feed_forward.router", "block_sparse_moe.router"),
+    *("feed_forward.router", "block_sparse_moe.router", "shared_expert_gate"),
 )
-"""Ends of paths of expert routers, which get no LoRA."""
+"""Ends of paths of gates and routers of experts, which get no LoRA. vLLM ignores that of shared_expert_gate:
+its shared expert holds the gate under another name."""
 
 LM_HEADS = ("lm_head", "embed_out", "output_layer")
 """The last part of the LM head's path in transformers' models. A head that shares the embedding's weight is
