@@ -23,6 +23,9 @@ from skylite.errors import ConfigError, ModelError
 from skylite.export.plan import plan_export
 from skylite.export.run import export
 from skylite.hub.quantised import grouped, read_format
+from skylite.model.loading import load_base
+from skylite.model.process_group import Dist
+from skylite.model.quantised_weights import QuantisedWeight
 from skylite.processes.hardware import choose_dtype
 from skylite.resources.gpu_memory_plan import trainer_memory
 from tests.quantised_models import DYNAMIC, FLOAT8, FORMATS, INT4, compressed, quantise_model, widen_model
@@ -110,6 +113,28 @@ def test_files_that_the_trainer_cannot_hold_are_refused(
 ) -> None:
     with pytest.raises(ModelError, match=rf"^The base m is quantised \(AWQ INT4\): .*{words}"):
         check_trainable(retell(awq, tmp_path / "m", rename))
+
+
+def test_quantised_layers_for_further_tokens_are_left_out(awq: Path, tmp_path: Path, dist: Dist) -> None:
+    module = "model.layers.0.mlp.up_proj."
+    model = retell(awq, tmp_path / "m", {module: "mtp.layers.0."})
+    tensors = load_file(awq / "model.safetensors")
+    tensors |= {
+        n.replace(module, "mtp.layers.0."): t.clone() for n, t in tensors.items() if n.startswith(module)
+    }
+    save_file(tensors, model / "model.safetensors")
+    assert check_trainable(model)
+    base, how = load_base(str(model), torch.float32, dist, offload=False)
+    assert how == "base model: AWQ INT4, kept so"
+    assert isinstance(base.get_parameter("model.layers.0.mlp.up_proj.weight"), QuantisedWeight)
+
+
+def test_a_weight_that_is_missing_is_named(awq: Path, tmp_path: Path, dist: Dist) -> None:
+    model = retell(awq, tmp_path / "m", {"model.layers.1.mlp.up_proj.": "mtp."})
+    with pytest.raises(
+        ModelError, match=r"lacks 1 weights of Qwen3ForCausalLM: model\.layers\.1\.mlp\.up_proj"
+    ):
+        load_base(str(model), torch.float32, dist, offload=False)
 
 
 def test_a_quantised_base_is_announced_and_not_offloaded(awq: Path, plain: Path) -> None:

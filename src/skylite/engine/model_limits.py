@@ -22,6 +22,8 @@ from skylite.hub.text_model import (
 )
 
 REMEDY = "Use the 16-bit model that it was made from, and a smaller one if that does not fit."
+UNUSED = "mtp."
+"""Begins the names of layers that guess further tokens (Qwen3.5): neither trainer nor engine reads them."""
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """Names in config.json for the tokens of the longest sequence."""
 
@@ -37,7 +39,7 @@ def check_trainable(model_path: Path, *, offload: bool = False) -> str:
     names, config = tensor_shapes(model_path), read_config(model_path)
     modules = quantised_modules(form, names)
     in_layers = tuple(text_layers(names, config))
-    outside = sorted(m for m in modules if not m.startswith(in_layers))
+    outside = sorted(m for m in modules if not m.startswith((*in_layers, UNUSED)))
     reason = (
         "its tensors have other names than in transformers"
         if is_wrapper(config) and any(a != b for a, b in text_tensors(names, config).items())
