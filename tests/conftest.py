@@ -79,6 +79,7 @@ SLOW_UNITS = (
     "test_guarded",
     "test_hostile_bundle",
     "test_hostile_templates",
+    "test_images",
     "test_logger_faults",
     "test_logs",
     "test_odd_files",

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "mistral")
 OTHER_FAMILIES = ("gemma3", "qwen3_moe", "mixtral", "deepseek_v3", "phi3", "gpt_neox")
 """Also known to `tiny_config`: windows, experts, latent attention, fused projections."""
-WRAPPERS = ("gemma3_vl", "qwen3_5_vl", "qwen3_vl")
+WRAPPERS = ("gemma3_vl", "qwen3_5_vl", "qwen3_vl", "qwen2_5_vl")
 """Also known to `tiny_config`: a text model beside a tower that reads pictures."""
+READS_IMAGES = ("qwen3_vl", "qwen2_5_vl")
+"""WRAPPERS with an image processor, and a tokenizer and a chat template that know images."""
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 """One token a byte (ids 0 to 255), then the special tokens."""
 EOS_TOKEN = "<|im_end|>"
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Special tokens after SPECIAL_TOKENS, of READS_IMAGES alone."""
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3": {"sliding_window": 8, "query_pre_attn_scalar": 32},  # shorter than a test's sequences
     "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0},
@@ -42,6 +47,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_vl_text": {
         "rope_scaling": {"rope_type": "default", "mrope_section": [6, 5, 5], "mrope_interleaved": True},
     },
+    "qwen2_5_vl_text": {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 6, 6]}},
     "deepseek_v3": {
         "num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "n_group": 1,
@@ -49,10 +55,19 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
         "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
     },
 }  # fmt: skip
+IMAGE_TOKEN, VIDEO_TOKEN = VOCAB_SIZE + 2, VOCAB_SIZE + 3
+"""Of READS_IMAGES."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+IMAGE_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message['content'] }}",
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}",
 )
 
 
@@ -69,7 +84,7 @@ def make_tiny_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
     from skylite.hub.text_model import auto_class
 
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(reads_images=family in READS_IMAGES)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = tiny_config(family)
@@ -77,6 +92,8 @@ def make_tiny_model(folder: Path, family: str = "llama", seed: int = 0) -> Path:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if family in READS_IMAGES:
+        _save_image_processor(folder, config)
     return folder
 
 
@@ -109,6 +126,7 @@ def tiny_config(family: str) -> Any:
         "phimoe": transformers.PhimoeConfig,
         "qwen3_5": transformers.Qwen3_5TextConfig,
         "qwen3_vl_text": transformers.Qwen3VLTextConfig,
+        "qwen2_5_vl_text": transformers.Qwen2_5_VLTextConfig,
     }
     common = {
         "vocab_size": VOCAB_SIZE,
@@ -129,9 +147,10 @@ def tiny_config(family: str) -> Any:
 
 
 def _wrapper_config(family: str) -> Any:
-    """A text model of `tiny_config` with a tower of one layer."""
+    """A text model of `tiny_config` with a small tower."""
     import transformers
 
+    vision: dict[str, Any]
     if family == "gemma3_vl":
         vision = {
             "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -147,20 +166,41 @@ def _wrapper_config(family: str) -> Any:
             eos_token_id=_special_id(EOS_TOKEN),
         )
     vision = {
-        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
-        "num_position_embeddings": 16, "patch_size": 4,
+        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+        "patch_size": 4, "initializer_range": 0.2,
     }  # fmt: skip
-    text, cls = {
-        "qwen3_5_vl": ("qwen3_5", transformers.Qwen3_5Config),
-        "qwen3_vl": ("qwen3_vl_text", transformers.Qwen3VLConfig),
-    }[family]
+    deepstack = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    text, cls, own = {
+        "qwen3_5_vl": ("qwen3_5", transformers.Qwen3_5Config, deepstack | {"deepstack_visual_indexes": []}),
+        "qwen3_vl": ("qwen3_vl_text", transformers.Qwen3VLConfig, deepstack),
+        "qwen2_5_vl": (
+            "qwen2_5_vl_text", transformers.Qwen2_5_VLConfig,
+            {"window_size": 16, "fullatt_block_indexes": [1]},
+        ),
+    }[family]  # fmt: skip
+    ids = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    vocabulary = {"vocab_size": VOCAB_SIZE + len(ids)} if family in READS_IMAGES else {}
     return cls(
-        text_config=tiny_config(text).to_dict(),
-        vision_config={**vision, "deepstack_visual_indexes": []},
+        text_config=tiny_config(text).to_dict() | vocabulary,
+        vision_config=vision | own,
+        **{name: VOCAB_SIZE + i for i, name in enumerate(ids)} if vocabulary else {},
     )
 
 
-def tiny_tokenizer() -> Any:
+def _save_image_processor(folder: Path, config: Any) -> None:
+    """As the published models have it, with smaller patches and images."""
+    vision = config.vision_config
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": vision.patch_size,
+        "merge_size": vision.spatial_merge_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "size": {"shortest_edge": 64, "longest_edge": 1024},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
+
+
+def tiny_tokenizer(*, reads_images: bool = False) -> Any:
     """A tokenizer with one token a byte and a ChatML chat template; every text encodes and decodes without
     loss.
     """
@@ -171,10 +211,13 @@ def tiny_tokenizer() -> Any:
     tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.add_special_tokens([*SPECIAL_TOKENS, *(VISION_TOKENS if reads_images else ())])
     names = {"eos_token": EOS_TOKEN, "pad_token": "<|pad|>"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False, **names
+        tokenizer_object=tokenizer,
+        chat_template=IMAGE_TEMPLATE if reads_images else CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        **names,
     )
 
 

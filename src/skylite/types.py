@@ -8,6 +8,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import sha256
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +34,11 @@ class Message(TypedDict):
 
     role: Literal["system", "user", "assistant"]
     content: str
+    """In a prompt with images, IMAGE in the text is the place of an image."""
+
+
+IMAGE = "<image>"
+"""As verl marks it. Plain text in a prompt without images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,29 @@ class Prompt:
     """Number of reasoning steps; 0: unknown."""
     extra: dict[str, Any] = field(default_factory=dict)
     """The data's other columns, which a reward function can ask for by name. JSON in the file."""
+    images: tuple[bytes, ...] = ()
+    """PNG, JPEG or WebP files in RGB, in the order of IMAGE in the messages (data/images.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """An image among the tokens of a prompt."""
+
+    start: int
+    """Its first token. All of them have the same id, which the model replaces by the image's features."""
+    length: int
+    data: bytes
+    """The file. The examples of a group share the object."""
+
+    @property
+    def key(self) -> int:
+        """A negative number, equal for equal files only."""
+        return _image_key(self.data)
+
+
+@lru_cache(maxsize=4096)
+def _image_key(data: bytes) -> int:
+    return -1 - int.from_bytes(sha256(data).digest()[:7], "big")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +101,8 @@ class Call:
     """The completion as text. Empty in the trainer, which only reads token ids."""
     observed: str = ""
     """What an episode told the model since its last reply: each message as a line `role: text`."""
+    images: tuple[ImageTokens, ...] = ()
+    """Of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +201,18 @@ class TrainingExample:
     """Shown in errors and metrics."""
     extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Other values of the tokens [L], such as logprobs of a teacher."""
+    images: tuple[ImageTokens, ...] = ()
+    """Of the context."""
+
+    @property
+    def keys(self) -> IntArray:
+        """[L] equal where the model reads the same: the token ids, and for tokens of an image its key."""
+        if not self.images:
+            return self.token_ids
+        keys = self.token_ids.copy()
+        for image in self.images:
+            keys[image.start : image.start + image.length] = image.key
+        return keys
 
     @property
     def scored(self) -> IntArray:

@@ -20,7 +20,7 @@ from skylite.engine.connections import Connections
 from skylite.engine.interface import EngineMemory, EngineSpec, Sampling
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Call
+from skylite.types import Call, ImageTokens
 
 SERVER = Path(__file__).with_name("engine.py")
 TIMEOUT_S = 60.0
@@ -46,7 +46,13 @@ class FakeEngine:
         return float(reply.json())
 
     async def generate(
-        self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
+        self,
+        model: str,
+        prompt_token_ids: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        version: int,
+        images: Sequence[ImageTokens] = (),
     ) -> list[Call | None]:
         prompt = list(prompt_token_ids)
         body = {"model": model, "prompt": prompt, "n": n}
@@ -87,7 +93,9 @@ class FakeLauncher:
     def check_machine(self, device: str) -> None:
         """It runs everywhere."""
 
-    def check_model(self, model_path: Path, device: str, rank: int, lora: LoraConfig | None = None) -> str:
+    def check_model(
+        self, model_path: Path, device: str, rank: int, lora: LoraConfig | None = None, max_images: int = 0
+    ) -> str:
         return ""
 
     def bf16_reason(self, model_path: Path, device: str) -> str:

@@ -5,9 +5,11 @@ of them loaded it in full, and the logprobs they compute.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -15,10 +17,13 @@ from skylite.adapters.experts import BOTH
 from skylite.model import loading
 from skylite.model.policy import load_policy, score
 from skylite.model.process_group import process_group, set_threads
+from skylite.types import ImageTokens, TrainingExample
 from tests.cases import PROBE
 from tests.decisions import resolved
+from tests.pictures import picture
 from tests.rows import completions_of
 from tests.small_run import settings
+from tests.tiny_models import IMAGE_TOKEN, READS_IMAGES
 
 
 def main(out: Path, models: list[Path]) -> None:
@@ -34,11 +39,9 @@ def main(out: Path, models: list[Path]) -> None:
             policy, _ = enable_shortcuts(load_policy(resolved(model, model), config, dist), PROBE)
             sharded = {n: p for n, p in policy.model.named_parameters() if isinstance(p, DTensor)}
             here = torch.tensor([float(sum(p.to_local().numel() for p in sharded.values()))])
-            tokens = pack_tokens(
-                completions_of([PROBE[:5]] * 2, [PROBE[5:9], PROBE[9:14]], [0, 0]),
-                policy.packing,
-                policy.device,
-            )
+            # Ranks of which one has images, and computes the tower, make one forward pass.
+            examples = examples_of(model.name if dist.is_main else "")
+            tokens = pack_tokens(examples, policy.packing, policy.device, policy.images)
             with torch.no_grad():
                 logprobs = score(policy, tokens, 1.0)[0]
             weights = {n: p.full_tensor() for n, p in sharded.items()}
@@ -51,6 +54,16 @@ def main(out: Path, models: list[Path]) -> None:
             }
         if dist.is_main:
             torch.save(found, out)
+
+
+def examples_of(family: str) -> list[TrainingExample]:
+    """Two completions of a prompt, which has an image where the family reads images."""
+    examples = completions_of([PROBE[:5]] * 2, [PROBE[5:9], PROBE[9:14]], [0, 0])
+    if family not in READS_IMAGES:
+        return examples
+    image = ImageTokens(1, 4, picture(1, 16, 16))
+    ids = [np.array([e.token_ids[0], *[IMAGE_TOKEN] * 4, *e.token_ids[5:]]) for e in examples]
+    return [replace(e, token_ids=i, images=(image,)) for e, i in zip(examples, ids, strict=True)]
 
 
 def count_full_loads() -> list[object]:

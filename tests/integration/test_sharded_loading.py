@@ -18,14 +18,14 @@ from skylite.model.packing import pack_tokens
 from skylite.model.policy import load_policy, score
 from tests.cases import PROBE
 from tests.decisions import resolved
+from tests.integration.sharded_loading import examples_of
 from tests.integration.torchrun import run_module
-from tests.rows import completions_of
 from tests.small_run import lone_rank, settings
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.dist
-FAMILIES = ("llama", "qwen2", "gemma")
-"""Untied, tied with biases, tied with a scaled embedding and an odd vocabulary head."""
+FAMILIES = ("llama", "qwen2", "gemma", "qwen3_vl")
+"""Untied, tied with biases, tied with a scaled embedding and an odd vocabulary head, with a tower."""
 EXPERTS = "qwen3_moe"
 """A file of it holds each expert on its own, and the model holds all experts of a layer in one tensor."""
 ALL = (*FAMILIES, EXPERTS)
@@ -64,7 +64,7 @@ def test_experts_are_loaded_once_and_sent(found: Any, models: dict[str, Path]) -
     weights = {plain(n): w for n, w in found[EXPERTS]["weights"].items()}
     assert weights.keys() == right.keys()
     assert all(torch.equal(weights[n], right[n]) for n in right)
-    assert [found[family]["full_loads"] for family in ALL] == [0, 0, 0, 1]
+    assert [found[family]["full_loads"] for family in ALL] == [0, 0, 0, 0, 1]
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -75,9 +75,7 @@ def test_the_sharded_model_computes_the_same_as_the_full_one(
         policy, _ = enable_shortcuts(
             load_policy(resolved(models[family], models[family]), settings(), dist), PROBE
         )
-        tokens = pack_tokens(
-            completions_of([PROBE[:5]] * 2, [PROBE[5:9], PROBE[9:14]], [0, 0]), policy.packing, policy.device
-        )
+        tokens = pack_tokens(examples_of(family), policy.packing, policy.device, policy.images)
         torch.testing.assert_close(
             found[family]["logprobs"], score(policy, tokens, 1.0)[0], atol=1e-5, rtol=1e-5
         )

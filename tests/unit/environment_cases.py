@@ -18,7 +18,7 @@ from skylite.engine.interface import Sampling
 from skylite.environments.episodes_source import Episodes, episodes_running
 from skylite.environments.source import GroupRequest
 from skylite.processes.child import Supervisor
-from skylite.types import Call, Group, Prompt
+from skylite.types import Call, Group, ImageTokens, Prompt
 from tests.small_run import settings
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -40,7 +40,13 @@ class ScriptedEngine:
         """(prompt, completion) in token ids of every finished call."""
 
     async def generate(
-        self, model: str, prompt: Sequence[int], n: int, sampling: Sampling, version: int
+        self,
+        model: str,
+        prompt: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        version: int,
+        images: Sequence[ImageTokens] = (),
     ) -> list[Call]:
         assert n == 1
         self.prompts.append(list(prompt))

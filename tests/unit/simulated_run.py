@@ -25,7 +25,7 @@ from skylite.rollout.plan import RunPlan
 from skylite.rollout.session import Progress, Session, TimeLimit, read_events
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, RunDir
-from skylite.types import Call, Prompt, Score
+from skylite.types import Call, ImageTokens, Prompt, Score
 from skylite.ui.dashboard import Screen
 from tests.decisions import resolved
 from tests.logs import logged_messages
@@ -67,7 +67,13 @@ class FakeEngine:
         return BASE if model == "base" or self.is_wrong(model) else POLICY
 
     async def generate(
-        self, model: str, ids: list[int], n: int, sampling: Sampling, version: int
+        self,
+        model: str,
+        ids: list[int],
+        n: int,
+        sampling: Sampling,
+        version: int,
+        images: Sequence[ImageTokens] = (),
     ) -> list[Call]:
         assert model in self.names
         assert model.endswith(str(version))

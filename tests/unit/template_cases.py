@@ -20,7 +20,7 @@ from skylite.engine.interface import Sampling
 from skylite.environments.openai_server import OpenAIServer
 from skylite.environments.parse_reply import tool_format
 from skylite.environments.renderer import Renderer
-from skylite.types import Call
+from skylite.types import Call, ImageTokens
 
 OWN = Path(__file__).parents[1] / "chat_templates"
 TRL = Path(str(metadata.distribution("trl").locate_file("trl"))) / "chat_templates"
@@ -153,7 +153,13 @@ class TemplateEngine:
         """(prompt, completion) of every call."""
 
     async def generate(
-        self, model: str, prompt: Sequence[int], n: int, sampling: Sampling, version: int
+        self,
+        model: str,
+        prompt: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        version: int,
+        images: Sequence[ImageTokens] = (),
     ) -> list[Call]:
         ids = self.unusual_ids(next(self.replies))
         self.calls.append((list(prompt), ids))

@@ -67,7 +67,7 @@ DAMAGE = {
     "is not a parquet file": lambda p: p.write_bytes(p.read_bytes()[:-40]),
     "is not a parquet": lambda p: p.write_bytes(b""),
     "`skylite prepare` did not write it": lambda p: rewrite(p, pq.read_table(p).replace_schema_metadata({})),
-    "has schema version 99; this skylite reads version 2": lambda p: rewrite(
+    "has schema version 99; this skylite reads version 3": lambda p: rewrite(
         p, with_footer(pq.read_table(p), schema_version=99)
     ),
     "has a damaged footer": lambda p: rewrite(

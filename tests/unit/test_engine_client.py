@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from skylite.engine.interface import Sampling
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Call
+from skylite.types import Call, ImageTokens
 from tests.unit.bad_server import SAMPLING, Behaviour, ask_for, choice, talk
 
 
@@ -233,7 +234,13 @@ class LosingClient:
         self.found, self.asked = list(found), list[tuple[int, int]]()
 
     async def generate(
-        self, model: str, prompt_token_ids: list[int], n: int, sampling: Sampling, version: int
+        self,
+        model: str,
+        prompt_token_ids: list[int],
+        n: int,
+        sampling: Sampling,
+        version: int,
+        images: Sequence[ImageTokens] = (),
     ) -> list[Call | None]:
         self.asked.append((n, sampling.seed))
         found = self.found.pop(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,8 @@ from skylite.environments.single_turn import SingleTurn
 from skylite.environments.source import GroupRequest, gather_or_cancel, request_seed
 from skylite.errors import EngineFailed, RunFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Prompt, Score
+from skylite.types import ImageTokens, Prompt, Score
+from tests.pictures import picture
 from tests.unit.bad_server import SAMPLING, ask_for, choice, talk
 from tests.unit.data_cases import prompt
 from tests.unit.test_engine_client import LosingClient, replies, sampled
@@ -222,3 +224,45 @@ def test_a_sample_has_what_vllm_returned(tmp_path: Path) -> None:
     full = choice(token_ids=[1] * SAMPLING.max_tokens, logprobs={"token_logprobs": [-1.0] * 4})
     found, _ = requests_of(tmp_path, sampled(full), ask_for(1))
     assert len(found[0].completion_token_ids) == SAMPLING.max_tokens
+
+
+def test_a_prompt_with_images_is_sent_as_token_ids_with_images(tmp_path: Path) -> None:
+    """One token for each image: vLLM repeats it, and must arrive at the tokens that skylite counted."""
+    data = picture(1, 8, 4)
+    images = [ImageTokens(1, 3, data), ImageTokens(5, 1, data)]
+    reply = {
+        "model": "m",
+        "prompt_token_ids": [7, 9, 9, 9, 8, 9],
+        "choices": [
+            {
+                "index": 0,
+                "text": "ab",
+                "token_ids": [1, 2],
+                "logprobs": {"content": [{"token": "a", "logprob": -1.0}, {"token": "b", "logprob": -2.0}]},
+                "finish_reason": "stop",
+            },
+            {"index": 1, "finish_reason": "abort"},
+        ],
+    }
+    ids = reply["prompt_token_ids"]
+    (call, dropped), seen = requests_of(
+        tmp_path,
+        replies(reply),
+        lambda c: c.generate("m", ids, 2, SAMPLING, version=3, images=images),
+    )
+    assert (call.prompt_token_ids, call.completion_token_ids) == (ids, [1, 2])
+    assert (call.sampling_logprobs, call.images, dropped) == ([-1.0, -2.0], tuple(images), None)
+    [(line, body)] = seen
+    assert line == "POST /inference/v1/generate"
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    assert body["token_ids"] == [7, 9, 8, 9]
+    assert body["content_parts"] == [{"type": "image_url", "url": url}] * 2
+    assert (body["return_token_ids"], body["output_mode"]) == (True, "text")
+    assert body["sampling_params"]["n"] == 2
+    assert body["sampling_params"]["logprobs"] == 0
+    with pytest.raises(EngineFailed, match=r"from another prompt .* 6 tokens instead of 5"):
+        requests_of(
+            tmp_path,
+            replies(reply),
+            lambda c: c.generate("m", ids[:-1], 2, SAMPLING, version=3, images=images[:1]),
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from skylite.engine.interface import Sampling
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.errors import EngineFailed
-from skylite.types import Call
+from skylite.types import Call, ImageTokens
 from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt, make_request, sample
 from tests.unit.test_episodes import THREE_TURNS
 
@@ -43,7 +44,13 @@ class Restarting:
         self.restart: asyncio.Task[None] | None = None
 
     async def generate(
-        self, model: str, prompt: list[int], n: int, sampling: Sampling, version: int
+        self,
+        model: str,
+        prompt: list[int],
+        n: int,
+        sampling: Sampling,
+        version: int,
+        images: Sequence[ImageTokens] = (),
     ) -> list[Call]:
         self.num_requests += 1
         if self.num_requests == self.fails_at:

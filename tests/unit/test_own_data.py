@@ -168,7 +168,7 @@ def test_questions_of_test_that_train_has_too_are_a_warning(tmp_path: Path) -> N
 BAD_CHATS: dict[str, list[Any]] = {
     "prompt\\[0\\] has the role 'tool'": [{"role": "tool", "content": "x"}],
     "prompt\\[0\\] is not a message": ["hello"],
-    "content of prompt\\[0\\] is list, not text": [{"role": "user", "content": [{"type": "image"}]}],
+    "content of prompt\\[0\\] is list, not text": [{"role": "user", "content": [{"type": "audio"}]}],
     "content of prompt\\[0\\] is empty": [{"role": "user", "content": " "}],
     "has no user message before the answer": [{"role": "assistant", "content": "x"}],
     "has tool calls": [{"role": "user", "content": "x", "tool_calls": [1]}],

@@ -24,7 +24,7 @@ from skylite.rollout.session import Progress, Session
 from skylite.rollout.step_metrics import StepTimings, completion_view, step_metrics
 from skylite.run.rollout_file import read_examples, write_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir
-from skylite.types import Call, Group, Prompt, Score, Trajectory
+from skylite.types import Call, Group, ImageTokens, Prompt, Score, Trajectory
 from skylite.ui.dashboard import Screen
 from tests.decisions import resolved
 from tests.logs import logged_messages
@@ -141,7 +141,13 @@ class FakeEngine:
         self.requests: list[tuple[int, Sampling]] = []
 
     async def generate(
-        self, model: str, ids: list[int], n: int, sampling: Sampling, version: int
+        self,
+        model: str,
+        ids: list[int],
+        n: int,
+        sampling: Sampling,
+        version: int,
+        images: Sequence[ImageTokens] = (),
     ) -> list[Call]:
         self.requests.append((ids[0], sampling))
         tokens = [7] * (ids[0] + 1)

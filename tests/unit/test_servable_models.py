@@ -22,7 +22,7 @@ from skylite.engine.vllm.models import GATED_DELTA_NET as GDN
 from skylite.engine.vllm.models import check_build, check_lora, check_torchvision, recurrent_layers
 from skylite.errors import ConfigError, ModelError
 from skylite.processes.hardware import choose_dtype
-from tests.unit.engine_cases import SPEC
+from tests.unit.engine_cases import PUBLIC, SPEC
 
 ATTENTION = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"]
 FUSED = [*ATTENTION, "model.layers.0.mlp.gate_up_proj", "model.layers.0.mlp.down_proj"]
@@ -231,3 +231,23 @@ def test_the_check_imports_no_vllm_and_takes_milliseconds(tmp_path: Path) -> Non
     check_lora(folder, "cpu", LoraConfig())
     assert time.monotonic() - started < 0.2
     assert ("vllm" in sys.modules) == loaded
+
+
+def test_a_runs_engine_reads_images_and_a_public_server_none(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {"depth": 1}}')
+    images: dict[str, Any] = {"model_path": tmp_path, "max_images": 2}
+    command = VllmLauncher().command(replace(SPEC, **images))
+    assert command[command.index("--limit-mm-per-prompt") + 1] == '{"image": 2, "video": 0}'
+    assert "--enable-scale-out" in command
+    assert "--language-model-only" not in command
+    public = VllmLauncher().command(replace(PUBLIC, **images))
+    assert "--language-model-only" in public
+    assert not {"--limit-mm-per-prompt", "--enable-scale-out"} & {*public}
+
+
+def test_images_need_a_vllm_that_takes_them_beside_token_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skylite.engine.vllm.launcher.vllm_version", lambda: "0.26.0")
+    with pytest.raises(ModelError, match=r"have images, and vLLM 0\.26\.0 takes none"):
+        VllmLauncher().check_model(tmp_path, "cuda", 8, max_images=1)

@@ -217,6 +217,7 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:
     model = resolve_model(plan.model_name)
     max_loras = max(1, min(flags.max_loras, len(plan.adapters)))
     newest = plan.adapters[-1] if plan.adapters else None
+    max_images = max((len(prompt.images) for d in plan.data for prompt in d.prompts), default=0)
     async with AsyncExitStack() as stack:
         problem_sets = await start_problems(
             stack, plan.data, plan.template, model.path, seed=flags.seed, logs=plan.out
@@ -238,7 +239,13 @@ async def run_eval(plan: EvalPlan, flags: EvalFlags, report: Report) -> None:
             launcher,
             plan.config,
             lambda address: single_engine_spec(
-                launcher, plan.config, newest, model.path, address, max_loras=max_loras
+                launcher,
+                plan.config,
+                newest,
+                model.path,
+                address,
+                max_loras=max_loras,
+                max_images=max_images,
             ),
             work,
         )

@@ -300,7 +300,7 @@ def length_note(prompts: Sequence[Prompt], model: str | None) -> Note:
     with contextlib.closing(load_tokenizer(resolve_model(model).path, template)) as tokenizer:
         counts = too_long(tokenizer, prompts, limit)
         if not counts:
-            tokens = len(tokenizer.encode_chats([longest.messages])[0])
+            tokens = len(tokenizer.encode_chats([longest])[0])
             return Note(
                 f"no prompt is over {limit} tokens of {model}; {longest.id}, the longest text, has {tokens}"
             )

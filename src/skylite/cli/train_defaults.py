@@ -12,7 +12,7 @@ from pathlib import Path
 from skylite.config.bundled import bundled_names, find_file
 from skylite.config.loading import read_recipe
 from skylite.config.train import TrainConfig
-from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, read_template
+from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, prompt_size, read_template
 from skylite.data.prompts import PromptFileInfo
 from skylite.engine.model_limits import context_length
 from skylite.errors import ConfigError
@@ -160,12 +160,9 @@ def size_by_data(config: TrainConfig, *, gpu: bool) -> tuple[TrainConfig, list[N
 
 
 def _longest_prompt(tokenizer: ChatTokenizer, train: Sequence[Prompt]) -> int:
-    def size(prompt: Prompt) -> int:
-        return sum(len(message["content"].encode()) for message in prompt.messages)
-
-    chats = [prompt.messages for prompt in sorted(train, key=size)[-LONGEST:]]
+    longest = sorted(train, key=prompt_size)[-LONGEST:]
     with long_work("counting the tokens of the longest prompts"):
-        return max(map(len, tokenizer.encode_chats(chats)))
+        return max(map(len, tokenizer.encode_chats(longest)))
 
 
 def _longest_answer(tokenizer: ChatTokenizer, train: Sequence[Prompt], info: PromptFileInfo) -> int:

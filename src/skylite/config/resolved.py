@@ -26,6 +26,8 @@ class ModelFiles(Section):
     template_time: datetime | None = None
     """The time that a chat template with strftime_now writes wherever it renders this run's prompts: the
     run's start. None: the template does not write the time."""
+    max_images: int = 0
+    """Most images of a prompt of the run. 0: engines serve text alone."""
 
 
 class Placement(Section):

@@ -18,11 +18,12 @@ from typing import Any
 from skylite.config.rollout import DataConfig, TemplateValue
 from skylite.config.train import RunConfig
 from skylite.data.chat_tokenizer_in_sandbox import PLAIN_TEMPLATE, Job
+from skylite.data.images import image_size, with_parts
 from skylite.errors import ConfigError, DataError, ModelError
 from skylite.hub.resolve import model_files
 from skylite.progress_reporting import long_work
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
-from skylite.types import Message, Prompt
+from skylite.types import ImageTokens, Message, Prompt
 from skylite.untrusted_files import open_file, read_text
 from skylite.untrusted_text import parse_json
 
@@ -34,6 +35,8 @@ PROMPTS_PER_CALL = 256
 CLOCK = "strftime_now"
 """The function with which a chat template reads the time; transformers has no other."""
 TEMPLATE, TOKENIZER = "chat_template.jinja", "tokenizer_config.json"
+Chat = Sequence[Message] | Prompt
+"""The turns of a conversation; a prompt brings its images."""
 NO_TEMPLATE = "the model has no chat template, so prompts are plain 'Question: ... Answer:' text"
 
 
@@ -155,6 +158,14 @@ def _check_args(template: ChatTemplate, used: str, model: Path) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """What an engine gets."""
+
+    token_ids: list[int]
+    images: tuple[ImageTokens, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTokenizer:
     """A tokenizer, its chat template and the tokens that end a turn."""
@@ -174,33 +185,46 @@ class ChatTokenizer:
     hides_thinking: bool = False
     """<think> or </think> is a special token, which the text of a completion leaves out."""
 
-    def encode_chats(self, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
+    def encode_chats(self, chats: Sequence[Chat]) -> list[list[int]]:
         """Token ids of the turns of each chat, followed by the generation prompt. Raises ModelError."""
-        return self._token_ids([self._job(chat) for chat in chats])
+        return [encoded.token_ids for encoded in self.encode(chats)]
+
+    def encode(self, chats: Sequence[Chat]) -> list[EncodedPrompt]:
+        """The same with the places of their images."""
+        results = list(self.run([self._job(chat) for chat in chats]))
+        found = self._token_ids(results)
+        return [
+            EncodedPrompt(ids, _places(chat, result.get("images", [])))
+            for chat, ids, result in zip(chats, found, results, strict=True)
+        ]
 
     def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of plain texts, without special tokens. Raises ModelError."""
-        return self._token_ids([{"text": text} for text in texts])
+        return self._token_ids(list(self.run([{"text": text} for text in texts])))
 
-    def prompt_end(self, chat: Sequence[Message]) -> str:
+    def prompt_end(self, chat: Chat) -> str:
         """The last characters of a rendered prompt, before which a completion begins. Raises ModelError."""
-        return str(self._values([self._job(chat) | {"end": True}], "end")[0])
+        return str(self._values(list(self.run([self._job(chat) | {"end": True}])), "end")[0])
 
-    def _job(self, chat: Sequence[Message]) -> Job:
-        return {"messages": list(chat), "tools": None, "arguments": dict(self.arguments)}
+    def _job(self, chat: Chat) -> Job:
+        job: Job = {"tools": None, "arguments": dict(self.arguments)}
+        if not isinstance(chat, Prompt):
+            return job | {"messages": list(chat)}
+        if not chat.images:
+            return job | {"messages": list(chat.messages)}
+        return job | {"messages": with_parts(chat.messages), "images": list(map(image_size, chat.images))}
 
-    def _token_ids(self, jobs: Sequence[Job]) -> list[list[int]]:
-        found = self._values(jobs, "ids")
+    def _token_ids(self, results: Sequence[Job]) -> list[list[int]]:
+        found = self._values(results, "ids")
         if not all(isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids) for ids in found):
             what = f"The tokenizer of {self.model_path} returned no token ids."
             raise ModelError(what, "Use another model.")
         return found
 
-    def _values(self, jobs: Sequence[Job], name: str) -> list[Any]:
+    def _values(self, results: Sequence[Job], name: str) -> list[Any]:
         """What the results call `name`. Raises ModelError for one without it."""
-        results = list(self.run(jobs))
         if failed := next((r for r in results if name not in r), None):
-            raise self._failed(f"raised {failed.get('error')}", len(jobs))
+            raise self._failed(f"raised {failed.get('error')}", len(results))
         return [result[name] for result in results]
 
     def run(self, jobs: Sequence[Job]) -> Iterator[Job]:
@@ -279,14 +303,13 @@ def too_long(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], limit: int) ->
     if not prompts:
         return {}
     # A token takes a byte at least; the tokens of any prompt are more than what the template adds to one.
-    added = len(tokenizer.encode_chats([prompts[0].messages])[0])
-    texts = [(sum(len(m["content"].encode()) for m in p.messages), p) for p in prompts]
-    doubtful = [p for size, p in texts if size + added > limit]
+    added = len(tokenizer.encode_chats(prompts[:1])[0])
+    doubtful = [p for p in prompts if p.images or prompt_size(p) + added > limit]
     with long_work("counting the tokens of prompts", total=len(doubtful)) as work:
         found: dict[str, int] = {}
         for start in range(0, len(doubtful), PROMPTS_PER_CALL):
             part = doubtful[start : start + PROMPTS_PER_CALL]
-            counts = map(len, tokenizer.encode_chats([p.messages for p in part]))
+            counts = map(len, tokenizer.encode_chats(part))
             found |= {p.id: count for p, count in zip(part, counts, strict=True) if count > limit}
             work.advance(len(part))
     return found
@@ -294,25 +317,37 @@ def too_long(tokenizer: ChatTokenizer, prompts: Sequence[Prompt], limit: int) ->
 
 async def encode_in_thread(
     tokenizer: ChatTokenizer, prompts: Sequence[Prompt], max_prompt_tokens: int
-) -> dict[str, list[int]]:
+) -> dict[str, EncodedPrompt]:
     """`encode_prompts` for an event loop, which runs meanwhile and hears Ctrl-C."""
     return await asyncio.to_thread(encode_prompts, tokenizer, prompts, max_prompt_tokens)
 
 
 def encode_prompts(
     tokenizer: ChatTokenizer, prompts: Sequence[Prompt], max_prompt_tokens: int
-) -> dict[str, list[int]]:
-    """Prompt id -> token ids. Raises DataError for a prompt over `max_prompt_tokens`."""
+) -> dict[str, EncodedPrompt]:
+    """By prompt id. Raises DataError for a prompt over `max_prompt_tokens`."""
     encoded = {}
-    for prompt, ids in zip(prompts, tokenizer.encode_chats([p.messages for p in prompts]), strict=True):
-        if len(ids) > max_prompt_tokens:
+    for prompt, found in zip(prompts, tokenizer.encode(prompts), strict=True):
+        if len(found.token_ids) > max_prompt_tokens:
             raise DataError(
-                f"Prompt {prompt.id} has {len(ids)} tokens, "
+                f"Prompt {prompt.id} has {len(found.token_ids)} tokens, "
                 f"over rollout.max_prompt_tokens={max_prompt_tokens}.",
                 "Raise the limit, or prepare the data set without that row.",
             )
-        encoded[prompt.id] = ids
+        encoded[prompt.id] = found
     return encoded
+
+
+def prompt_size(prompt: Prompt) -> int:
+    """Bytes of the text, to find the longest prompts, and for an image about the tokens of its pixels."""
+    # In bytes: a Chinese character takes as many tokens as several English ones.
+    sizes = map(image_size, prompt.images)
+    return sum(len(m["content"].encode()) for m in prompt.messages) + sum(w * h for w, h in sizes) // 256
+
+
+def _places(chat: Chat, places: Sequence[Sequence[int]]) -> tuple[ImageTokens, ...]:
+    images = chat.images if isinstance(chat, Prompt) else ()
+    return tuple(ImageTokens(start, n, data) for (start, n), data in zip(places, images, strict=True))
 
 
 def _stop_token_ids(model_path: Path, eos_token_id: int | None) -> tuple[int, ...]:

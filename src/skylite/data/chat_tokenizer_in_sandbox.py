@@ -3,6 +3,7 @@
 This process alone imports transformers. It gets jobs. One that fails gives {"error": text}, the others:
     {"messages", "tools", "arguments"}            {"ids": token ids of the prompt, "thinks": whether it
                                                   opens a reasoning block}
+    {the same, "images": [[width, height], ...]}  {the same, "images": [[first token, tokens], ...]}
     {the same, "end": true}                       {"end": the last characters of the rendered prompt}
     {the same, "reply": index, "ended": bool}     {"tail": token ids that follow the sampled reply, "thinks"},
                                                   or {"ids", "thinks"} where the template does not show it
@@ -61,9 +62,14 @@ def make_encoder(
     tokenizer.chat_template = template or tokenizer.chat_template or PLAIN_TEMPLATE
     # An argument hides transformers' own function of this name.
     clock = {} if now is None else {"strftime_now": datetime.fromisoformat(now).strftime}
+    count = functools.cache(lambda: image_counter(model_path))
 
     def run(jobs: Sequence[Job], stop_token_ids: Sequence[int]) -> list[Job]:
-        return run_jobs(tokenizer, [tokenizer.convert_ids_to_tokens(i) for i in stop_token_ids], jobs, clock)
+        stops = [tokenizer.convert_ids_to_tokens(i) for i in stop_token_ids]
+        return [
+            with_images(result, job["images"], *count()) if job.get("images") and "ids" in result else result
+            for job, result in zip(jobs, run_jobs(tokenizer, stops, jobs, clock), strict=True)
+        ]
 
     return run
 
@@ -76,6 +82,35 @@ def run_jobs(
     `stops`: texts of the end-of-turn tokens. `clock`: arguments of the template that no job brings.
     """
     return [_attempt(tokenizer, list(stops), job | {"clock": dict(clock or {})}) for job in jobs]
+
+
+def image_counter(model_path: str) -> tuple[int, Callable[[int, int], int]]:
+    """The token that stands for an image, and (width, height) -> how many of them its features replace."""
+    from transformers import AutoConfig, AutoImageProcessor
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+    processor = AutoImageProcessor.from_pretrained(model_path, trust_remote_code=False)
+
+    def count(width: int, height: int) -> int:
+        return int(processor.get_number_of_image_patches(height, width, {}) // processor.merge_size**2)
+
+    return config.image_token_id, count
+
+
+def with_images(
+    result: Job, sizes: Sequence[Sequence[int]], token: int, count: Callable[[int, int], int]
+) -> Job:
+    """The result with one token repeated for each image, and their places."""
+    if result["ids"].count(token) != len(sizes):
+        places = result["ids"].count(token)
+        return {"error": f"the rendered prompt has {places} places of images for {len(sizes)} images"}
+    ids: list[int] = []
+    places, left = [], iter(sizes)
+    for i in result["ids"]:
+        tokens = count(*next(left)) if i == token else 1
+        places += [[len(ids), tokens]] if i == token else []
+        ids += [i] * tokens
+    return result | {"ids": ids, "images": places}
 
 
 def _attempt(tokenizer: Any, stops: list[str], job: Job) -> Job:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Literal, get_args, get_type_hints
 
+from skylite.data.images import COLUMNS, count_marks, find_source, in_column
 from skylite.data.raw_rows import Row
 from skylite.errors import DataError
-from skylite.types import Message
+from skylite.types import IMAGE, Message
 from skylite.untrusted_text import parse_json
 
 ROLES: tuple[str, ...] = get_args(get_type_hints(Message)["role"])
@@ -34,6 +36,8 @@ class Question:
     """User and assistant messages; the last is the user's."""
     reply: str
     """An assistant message at the end of the chat, which is the reference answer; may be empty."""
+    images: Sequence[Any] = ()
+    """Where to read the images, in the order of IMAGE in the turns (data/images.py)."""
 
 
 def is_chat_as_text(value: Any) -> bool:
@@ -63,9 +67,43 @@ def read_question(row: Row, column: str) -> Question:
     """The question of a row: a text, or a chat. Raises DataError that names row and column."""
     value = chat_value(row, column)
     if not isinstance(value, list):
-        return Question("", [{"role": "user", "content": row.text(column)}], "")
-    turns = [_message(row, f"{column}[{i}]", turn) for i, turn in enumerate(value)]
-    return _question(row, f"the chat in {column!r}", turns)
+        return _with_images(row, Question("", [{"role": "user", "content": row.text(column)}], ""), [])
+    turns = [_message(row, f"{column}[{i}]", turn, images=True) for i, turn in enumerate(value)]
+    parts = [part for turn in value for part in _image_parts(turn.get("content"))]
+    return _with_images(row, _question(row, f"the chat in {column!r}", turns), parts)
+
+
+def _with_images(row: Row, question: Question, parts: Sequence[Any]) -> Question:
+    """The question with the images of its content parts, or of the columns of the row.
+
+    As in TRL, images of a column without a place stand before the text of the first user message.
+    """
+    own = [source for part in parts if (source := find_source(part)) is not None]
+    found = own or [image for name in COLUMNS for image in in_column(row.values.get(name))]
+    if not found and not parts:
+        return question
+    turns, marks = question.turns, count_marks(question.turns)
+    if not marks and not parts:
+        first = next(i for i, turn in enumerate(turns) if turn["role"] == "user")
+        turn: Message = {"role": "user", "content": IMAGE * len(found) + turns[first]["content"]}
+        turns, marks = [*turns[:first], turn, *turns[first + 1 :]], len(found)
+    others = [question.system, question.reply]
+    if (
+        marks != len(found)
+        or any(IMAGE in text for text in others)
+        or any(IMAGE in turn["content"] for turn in turns if turn["role"] != "user")
+    ):
+        raise DataError(
+            f"{row.where}: the user's messages have {marks} places of images ({IMAGE} or parts of the type "
+            f"image), and the row has {len(found)} images.",
+            "Give each place its image, in the columns images or image or in the parts themselves.",
+        )
+    return replace(question, turns=turns, images=found)
+
+
+def _image_parts(content: Any) -> list[dict[str, Any]]:
+    parts = content if isinstance(content, list) else []
+    return [p for p in parts if isinstance(p, dict) and p.get("type") in ("image", "image_url")]
 
 
 def _question(row: Row, what: str, turns: list[Message]) -> Question:
@@ -157,7 +195,8 @@ def read_answer(row: Row, column: str) -> str:
     return row.text(column)
 
 
-def _message(row: Row, where: str, turn: Any) -> Message:
+def _message(row: Row, where: str, turn: Any, *, images: bool = False) -> Message:
+    """The message. With `images`, a content part that is one becomes IMAGE."""
     if isinstance(turn, dict) and turn.keys() >= {"from", "value"}:
         turn = {"role": SHAREGPT.get(str(turn["from"]), turn["from"]), "content": turn["value"]} | {
             name: value for name, value in turn.items() if name not in ("from", "value")
@@ -167,7 +206,7 @@ def _message(row: Row, where: str, turn: Any) -> Message:
             f"{row.where}: {where} is not a message with 'role' and 'content', or with 'from' and 'value'.",
             "Give a column of texts, or of chats as lists of such messages.",
         )
-    role, content = turn["role"], _text_of_parts(turn["content"])
+    role, content = turn["role"], _text_of_parts(turn["content"], images=images)
     if role not in ROLES:
         raise DataError(
             f"{row.where}: {where} has the role {role!r}; skylite knows {', '.join(ROLES)}.",
@@ -179,7 +218,8 @@ def _message(row: Row, where: str, turn: Any) -> Message:
         kind = "is empty" if isinstance(content, str) or content is None else f"is {type(content).__name__}"
         raise DataError(
             f"{row.where}: the content of {where} {kind}, not text.",
-            "Give a text, or parts that are all {'type': 'text', 'text': ...}; images are not supported.",
+            "Give a text, or parts that are all {'type': 'text', 'text': ...}"
+            + (" or {'type': 'image', ...}." if images else "; only prompts for RL have images."),
         )
     more = [name for name, value in turn.items() if name not in ("role", "content") and value]
     if more:
@@ -190,13 +230,17 @@ def _message(row: Row, where: str, turn: Any) -> Message:
     return {"role": role, "content": content}
 
 
-def _text_of_parts(content: Any) -> Any:
-    """The joined text of content parts if all are text; other content unchanged."""
+def _text_of_parts(content: Any, *, images: bool) -> Any:
+    """The joined text of content parts if all are text, or images; other content unchanged."""
     if not isinstance(content, list) or not content:
         return content
     texts = [
-        part.get("text")
+        IMAGE if images and part in _image_parts(content) else part.get("text")
         for part in content
-        if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if isinstance(part, dict)
+        and (
+            (part.get("type") == "text" and isinstance(part.get("text"), str))
+            or (images and part.get("type") in ("image", "image_url"))
+        )
     ]
     return "".join(text for text in texts if text) if len(texts) == len(content) else content

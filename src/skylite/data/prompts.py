@@ -1,6 +1,6 @@
 """train.parquet, validation.parquet and test.parquet of a prepared data set, of one of three kinds.
 
-prompts    for RL: id, prompt (list of role and content), answer, source, difficulty, extra (JSON)
+prompts    for RL: id, prompt (list of role and content), answer, source, difficulty, extra (JSON), images
 sft        chats to learn: id, messages (list of role and content; the last message is the assistant's)
 pairs      for DPO: id, messages (the prompt), chosen, rejected (texts of the assistant)
 
@@ -28,7 +28,7 @@ from skylite.run.parquet_file import read_parquet, read_parquet_schema
 from skylite.types import Message, Prompt
 from skylite.untrusted_text import encodable, parse_json
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 FOOTER_KEY = b"skylite"
 _HINT = "Prepare it again with `skylite prepare`."
 
@@ -110,6 +110,7 @@ PROMPT_SCHEMA = pa.schema(
         ("source", pa.string()),
         ("difficulty", pa.int32()),
         ("extra", pa.string()),
+        ("images", pa.list_(pa.binary())),
     ]
 )
 _CHAT = [("id", pa.string()), ("messages", _TURNS)]
@@ -135,7 +136,7 @@ def write_rows(path: Path, rows: Sequence[PreparedRow], info: PromptFileInfo) ->
         raise ValueError(f"info.count is {info.count} but there are {len(rows)} rows")
     columns = [_prompt_columns(row) if isinstance(row, Prompt) else asdict(row) for row in rows]
     for row in columns:
-        text = json.dumps(row, ensure_ascii=False)
+        text = json.dumps({k: v for k, v in row.items() if k != "images"}, ensure_ascii=False)
         if encodable(text) is not text:
             raise DataError(
                 f"The row {encodable(str(row['id']))} has half a character (a lone surrogate).",
@@ -193,6 +194,7 @@ def _prompt_columns(prompt: Prompt) -> dict[str, Any]:
         "source": prompt.source,
         "difficulty": prompt.difficulty,
         "extra": json.dumps(prompt.extra, ensure_ascii=False),
+        "images": list(prompt.images),
     }
 
 
@@ -339,6 +341,8 @@ def _to_prompt(path: Path, number: int, row: dict[str, Any]) -> Prompt:
         raise DataError(
             f"{path} row {number} has no JSON object in column 'extra': {error}.", _HINT
         ) from None
+    if None in row["images"]:
+        raise DataError(f"{path} row {number} has an empty image.", _HINT)
     return Prompt(
         id=row["id"],
         messages=row["prompt"],
@@ -346,6 +350,7 @@ def _to_prompt(path: Path, number: int, row: dict[str, Any]) -> Prompt:
         source=row["source"],
         difficulty=row["difficulty"],
         extra=extra,
+        images=tuple(row["images"]),
     )
 
 

@@ -9,11 +9,15 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 from skylite.config.rollout import RewardParameters
 from skylite.data.chats import Question, chat_value, is_chat_as_text, read_answer, read_pair, read_question
 from skylite.data.examples import Example, ExampleSet, sample_rows
+from skylite.data.images import COLUMNS as IMAGE_COLUMNS
+from skylite.data.images import read_image
 from skylite.data.prompts import SPLITS, Kind, Split
 from skylite.data.raw_rows import Row, Table, is_whole_float
 from skylite.data.user_tables import OwnSource, filter_rows, read_own_tables
@@ -215,7 +219,7 @@ def few_shot_rows(data: OwnData, train: Table) -> tuple[Sequence[Row], Table]:
 
 def kept_columns(tables: dict[Split, Table], columns: Columns, notes: list[Note | str]) -> set[str]:
     """The other columns, which the reward gets. Adds a note on those that JSON cannot hold."""
-    used = {str(columns.question)} | ({"answer"} if columns.answer == "answer" else set())
+    used = {str(columns.question), *IMAGE_COLUMNS} | ({"answer"} if columns.answer == "answer" else set())
     refused: dict[str, str] = {}
     names: dict[str, None] = {}
     for row in (row for table in tables.values() for row in table.rows):
@@ -272,7 +276,13 @@ def hold_out_missing(
 
 
 def _key_of(asked: Question) -> str:
-    return asked.turns[0]["content"] if len(asked.turns) == 1 else json.dumps(asked.turns)
+    text = asked.turns[0]["content"] if len(asked.turns) == 1 else json.dumps(asked.turns)
+    return text + "".join(map(_image_key, asked.images))
+
+
+def _image_key(source: Any) -> str:
+    data = source.get("bytes") if isinstance(source, dict) else source
+    return sha256(data if isinstance(data, bytes) else str(source).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,6 +302,12 @@ class PromptMaker:
         """System text of prompts whose chat has none."""
         given = self.data.system
         return default_system(self.data.reward) if given is None else given
+
+    @property
+    def _folder(self) -> Path:
+        """Where the paths of images begin."""
+        target = Path(self.data.source.target)
+        return target.parent if self.data.source.is_file else target
 
     def key(self, row: Row) -> str:
         """What makes two questions equal."""
@@ -332,6 +348,12 @@ class PromptMaker:
                 f"The reward {self.data.reward} wants thoughts before the answer, which the rows do not "
                 f"have, so --few-shot {self.data.few_shot} has no worked examples to show.",
                 "Remove --few-shot, or give a template that it likes as well: --answer-template TEXT.",
+            )
+        if asked.images:
+            raise ConfigError(
+                f"{row.where} has images, which worked examples cannot show (--few-shot "
+                f"{self.data.few_shot}).",
+                "Remove --few-shot.",
             )
         if not reply:
             raise ConfigError(
@@ -427,6 +449,10 @@ class PromptMaker:
 
     def _example(self, row: Row, prompt_id: str) -> Example:
         asked, rejected = self._read(row)
+        if asked.images and self.data.kind != "prompts":
+            raise DataError(
+                f"{row.where} has images, and only prompts for RL may have any.", "Delete the row."
+            )
         text = self._answer(row, asked) if self.data.columns.has_answers else ""
         system = (asked.system if self.data.system is None else "") or self.default_system
         messages: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -437,6 +463,7 @@ class PromptMaker:
             source=self.data.source.name,
             extra=dict.fromkeys(self.data.empty_answers, "")
             | {name: value for name, value in row.values.items() if name in self.kept},
+            images=tuple(read_image(image, self._folder, row.where) for image in asked.images),
         )
         reference = None
         if self.data.columns.has_answers:

@@ -17,7 +17,7 @@ from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate
 from skylite.engine.connections import Address
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Call
+from skylite.types import Call, ImageTokens
 
 BASE_NAME = "base"
 """Served name of the model without an adapter."""
@@ -91,6 +91,8 @@ class EngineSpec:
     """GPU only: how many of them share the model."""
     shared_network: bool = False
     """TrainConfig.shared_network."""
+    max_images: int = 0
+    """Most images of a prompt. 0: prompts are text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +145,20 @@ class Engine(Protocol):
         """A number that grows with every token of any request. Raises EngineDead if it reports its end."""
 
     async def generate(
-        self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
+        self,
+        model: str,
+        prompt_token_ids: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        version: int,
+        images: Sequence[ImageTokens] = (),
     ) -> Sequence[Call | None]:
         """[n] completions of one prompt; None for one that the engine dropped.
 
         Args:
             model: BASE_NAME or the name of an adapter version.
             version: recorded in each completion.
+            images: of the prompt, in order.
         """
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
@@ -175,10 +184,12 @@ class Launcher(Protocol):
     def check_machine(self, device: str) -> None:
         """Raise SkyliteError if the installed engine does not run on this device."""
 
-    def check_model(self, model_path: Path, device: str, rank: int, lora: LoraConfig | None = None) -> str:
+    def check_model(
+        self, model_path: Path, device: str, rank: int, lora: LoraConfig | None = None, max_images: int = 0
+    ) -> str:
         """Raise SkyliteError if adapters of this rank and, with `lora`, these modules cannot be served.
 
-        Returns a note for the user, or "".
+        With `max_images`, also if prompts with images cannot. Returns a note for the user, or "".
         """
 
     def bf16_reason(self, model_path: Path, device: str) -> str:

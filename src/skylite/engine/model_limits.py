@@ -12,14 +12,17 @@ from skylite.errors import ConfigError, ModelError
 from skylite.hub.quantised import quantised_modules
 from skylite.hub.resolve import tensor_shapes
 from skylite.hub.text_model import (
+    IMAGE_MODELS,
     is_wrapper,
     other_parts,
     quantised_format,
     read_config,
+    reads_images,
     text_layers,
     text_section,
     text_tensors,
 )
+from skylite.types import Prompt
 
 REMEDY = "Use the 16-bit model that it was made from, and a smaller one if that does not fit."
 UNUSED = "mtp."
@@ -61,14 +64,27 @@ def check_trainable(model_path: Path, *, offload: bool = False) -> str:
     )
 
 
-def text_only_note(model_path: Path) -> str:
+def other_parts_note(model_path: Path, max_images: int = 0) -> str:
     """What a run does with a model that also reads pictures or sound; "" for a model of text alone."""
     if not is_wrapper(read_config(model_path)):
         return ""
+    prompts = f"have up to {max_images} image(s)" if max_images else "are text"
     return (
         f"{model_path.name} is a text model with other parts ({', '.join(other_parts(model_path))}): prompts "
-        "are text, the adapter is on the text model alone, and the other parts stay as they are"
+        f"{prompts}, the adapter is on the text model alone, and the other parts stay as they are"
     )
+
+
+def check_images(model_path: Path, prompts: Iterable[Prompt]) -> None:
+    """Raise ModelError for prompts with images and a model that skylite trains on text alone."""
+    config = read_config(model_path)
+    seen = next((prompt for prompt in prompts if prompt.images), None)
+    if seen is not None and not reads_images(config):
+        raise ModelError(
+            f"The prompt {seen.id} has images, and skylite trains {' and '.join(IMAGE_MODELS.values())} on "
+            f"images, not {model_path.name} ({config.get('model_type')}).",
+            "Choose such a model, or prepare the data without images.",
+        )
 
 
 def context_length(model_path: Path) -> int | None:

@@ -133,6 +133,7 @@ def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, so
         cpu_lora=placement.cpu_lora,
         seed=config.seed,
         shared_network=config.shared_network,
+        max_images=run_config.resolved.model.max_images,
         kv_cache_bytes=memory.kv_cache_bytes,
         gpus=tuple(placement.engine_gpus[index * size : (index + 1) * size]),
         tensor_parallel=size,
@@ -147,14 +148,21 @@ def single_engine_spec(
     address: Address,
     *,
     max_loras: int = 1,
+    max_images: int = 0,
 ) -> EngineSpec:
     """An engine for adapters like this one, `max_loras` at once. Without one: for the base, LoRA disabled.
+
+    It reads as many images of a prompt as the adapter's run, and `max_images`.
 
     Raises SkyliteError.
     """
     device = choose_device()
     launcher.check_machine(device)
-    if adapter is not None and (note := launcher.check_model(model_path, device, adapter.rank)):
+    if adapter is not None and adapter.run_config is not None:
+        max_images = max(max_images, adapter.run_config.resolved.model.max_images)
+    if adapter is not None and (
+        note := launcher.check_model(model_path, device, adapter.rank, max_images=max_images)
+    ):
         logger.info(note)
     check_context(config, model_path)
     bf16_reason = launcher.bf16_reason(model_path, device)
@@ -180,6 +188,7 @@ def single_engine_spec(
         cpu_lora=launcher.choose_cpu_lora(config, dtype, model_path),
         seed=config.seed,
         shared_network=config.shared_network,
+        max_images=max_images,
         gpus=gpus,
         tensor_parallel=max(1, len(gpus)),
     )

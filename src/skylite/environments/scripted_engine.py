@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skylite.engine.interface import Sampling
-from skylite.types import Call
+from skylite.types import Call, ImageTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,13 @@ class ScriptedEngine:
     stop_token_id: int
 
     async def generate(
-        self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
+        self,
+        model: str,
+        prompt_token_ids: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        version: int,
+        images: Sequence[ImageTokens] = (),
     ) -> list[Call]:
         """`n` equal completions; a long reply is cut at the limit."""
         ids = [*self.replies[sampling.seed % len(self.replies)], self.stop_token_id]

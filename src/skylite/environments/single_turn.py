@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from skylite.config.train import TrainConfig
-from skylite.data.chat_tokenizer import ChatTokenizer, encode_in_thread
+from skylite.data.chat_tokenizer import ChatTokenizer, EncodedPrompt, encode_in_thread
 from skylite.engine.interface import Sampling
 from skylite.environments.source import EVAL_STEP, GroupRequest, OnGroup, gather_or_cancel, request_seed
 from skylite.types import Group, Prompt, Score, Trajectory
@@ -35,35 +35,37 @@ class SingleTurn:
     config: TrainConfig
     tokenizer: ChatTokenizer
     scorer: Scorer
-    _encoded: dict[str, list[int]] = field(default_factory=dict)
-    """Conversations of evaluations, which repeat, as token ids."""
+    _encoded: dict[str, EncodedPrompt] = field(default_factory=dict)
+    """Conversations of evaluations, which repeat, by the text of their messages and the images."""
 
     async def sample(
         self, prompts: Sequence[Prompt], request: GroupRequest, on_group: OnGroup = lambda _: None
     ) -> list[Group]:
         """See RolloutSource. Raises DataError for a prompt over rollout.max_prompt_tokens."""
-        token_ids = await self._encode(prompts, keep=request.step == EVAL_STEP)
+        encoded = await self._encode(prompts, keep=request.step == EVAL_STEP)
         slots = asyncio.Semaphore(MAX_EVALUATED_AT_ONCE if request.step == EVAL_STEP else len(prompts))
 
-        async def one(index: int, prompt: Prompt, ids: list[int]) -> Group:
+        async def one(index: int, prompt: Prompt, ids: EncodedPrompt) -> Group:
             async with slots:
                 group = await self._group(request, index, prompt, ids)
             on_group(group)
             return group
 
-        numbered = enumerate(zip(prompts, token_ids, strict=True), request.first_index)
+        numbered = enumerate(zip(prompts, encoded, strict=True), request.first_index)
         return await gather_or_cancel([asyncio.create_task(one(i, p, ids)) for i, (p, ids) in numbered])
 
-    async def _encode(self, prompts: Sequence[Prompt], *, keep: bool) -> list[list[int]]:
+    async def _encode(self, prompts: Sequence[Prompt], *, keep: bool) -> list[EncodedPrompt]:
         """The token ids of each prompt, kept for the next time if asked."""
-        new = [p for p in prompts if str(p.messages) not in self._encoded]
+        new = [p for p in prompts if _key(p) not in self._encoded]
         encoded = await encode_in_thread(self.tokenizer, new, self.config.rollout.max_prompt_tokens)
-        by_text = {**self._encoded, **{str(p.messages): encoded[p.id] for p in new}}
+        by_text = {**self._encoded, **{_key(p): encoded[p.id] for p in new}}
         if keep:
             self._encoded = by_text
-        return [by_text[str(p.messages)] for p in prompts]
+        return [by_text[_key(p)] for p in prompts]
 
-    async def _group(self, request: GroupRequest, index: int, prompt: Prompt, ids: list[int]) -> Group:
+    async def _group(
+        self, request: GroupRequest, index: int, prompt: Prompt, encoded: EncodedPrompt
+    ) -> Group:
         rollout = self.config.rollout
         sampling = Sampling(
             temperature=request.temperature,
@@ -75,7 +77,12 @@ class SingleTurn:
             seed=request_seed(self.config.seed, request.step, index),
         )
         calls = await request.engine(index).generate(
-            request.model, ids, request.group_size, sampling, request.version
+            request.model,
+            encoded.token_ids,
+            request.group_size,
+            sampling,
+            request.version,
+            encoded.images,
         )
         scores = await self.scorer.score([(prompt, call.text) for call in calls])
         trajectories = [
@@ -92,6 +99,10 @@ class SingleTurn:
             for call, score in zip(calls, scores, strict=True)
         ]
         return Group(prompt=prompt, trajectories=tuple(trajectories))
+
+
+def _key(prompt: Prompt) -> str:
+    return str((prompt.messages, *map(hash, prompt.images)))
 
 
 def overlong_penalty(length: int, max_completion_tokens: int, buffer_frac: float) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from skylite.engine.interface import Sampling
-from skylite.types import Call, Group, Prompt
+from skylite.types import Call, Group, ImageTokens, Prompt
 
 T = TypeVar("T")
 EVAL_STEP = -1
@@ -26,7 +26,13 @@ class Sampler(Protocol):
     """What replies are sampled from: an engine of the run, or scripted_engine.py."""
 
     async def generate(
-        self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
+        self,
+        model: str,
+        prompt_token_ids: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        version: int,
+        images: Sequence[ImageTokens] = (),
     ) -> list[Call]:
         """`n` completions of one prompt."""
 

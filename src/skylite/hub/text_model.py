@@ -24,6 +24,9 @@ OTHER_PARTS = ("vision_config", "audio_config", "vision_tower_config", "img_proc
 
 QUANTISED = ("quantization_config", "compression_config")
 """Sections of config.json that describe quantised weights."""
+IMAGE_MODELS = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
+"""`model_type` of the models that skylite trains on prompts with images -> their names."""
+
 TEXT_PATH, HEAD = "model.language_model", "lm_head.weight"
 """Where transformers' classes have the text model of a model with several parts, and its head.
 engine/vllm/vllm_models.json has no others: tests/integration/vllm_models.py leaves them out."""
@@ -40,6 +43,11 @@ def text_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def is_wrapper(config: Mapping[str, Any]) -> bool:
     """Whether config.json describes a text model inside a model with several parts."""
     return text_section(config) is not config or any(config.get(part) for part in OTHER_PARTS)
+
+
+def reads_images(config: Mapping[str, Any]) -> bool:
+    """Whether skylite trains the model of this config.json on prompts with images."""
+    return config.get("model_type") in IMAGE_MODELS
 
 
 def text_layers(shapes: Shapes, config: Mapping[str, Any]) -> dict[str, dict[str, Sequence[int]]]:

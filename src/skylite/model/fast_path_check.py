@@ -27,6 +27,7 @@ from skylite.model.bf16_weights import store_in_bf16
 from skylite.model.flex_attention import BLOCK
 from skylite.model.float32_arithmetic import Float32Arithmetic
 from skylite.model.fused_ops import RMS_NORM_GAINS, fuse_mlps, fuse_norms, fuse_rotary_embedding, rms_norms
+from skylite.model.images import set_attention
 from skylite.model.kernel_check import kernel_fault
 from skylite.model.lm_head import linear_head
 from skylite.model.loading import text_model
@@ -56,7 +57,7 @@ def enable_shortcuts(policy: Policy, probe: list[int]) -> tuple[Policy, list[str
 
 def _enable_shortcuts(policy: Policy, probe: list[int]) -> tuple[Policy, list[str]]:
     base: PreTrainedModel = policy.model.get_base_model()
-    base.set_attn_implementation("eager")
+    set_attention(base, "eager")
     reference = _probe_logprobs(policy, probe)
     (policy, lines), head = _with_kernels(policy), linear_head(base)
     if head is not None:
@@ -69,7 +70,7 @@ def _enable_shortcuts(policy: Policy, probe: list[int]) -> tuple[Policy, list[st
     if policy.packing == "padded":
         gap, reason = _gap(policy, probe, reference, "sdpa")
         chosen = "sdpa" if gap <= TOLERANCE else "eager"
-        base.set_attn_implementation(chosen)
+        set_attention(base, chosen)
         lines.append(f"attention of padded rows: {chosen}; sdpa: {reason}")
     return policy, lines
 
@@ -168,7 +169,7 @@ def _gap(
     """
     try:
         if attention is not None:
-            policy.model.get_base_model().set_attn_implementation(attention)
+            set_attention(policy.model.get_base_model(), attention)
         gap = float((_probe_logprobs(policy, probe) - reference).abs().mean())
         if policy.packing == "tree" and policy.attention == "flex" and policy.device.type == "cuda":
             _train_on(policy, probe)  # kernels of other types, with gradients: they are compiled now, too

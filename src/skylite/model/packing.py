@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from skylite.model.images import ImageCall, ImageReader, ReadImages
 from skylite.model.prefix_tree import build_tree
 from skylite.model.tree_attention import TreeLayout, tree_layout
 from skylite.types import IntArray, TrainingExample
@@ -38,15 +39,22 @@ class PackedTokens:
     tokens_before: IntArray
     """[N + 1] for each row of the flattened logits and for their end, the number of tokens that earlier rows
     predict. On the host, so that cutting the rows into chunks does not wait for the device."""
+    images: ImageCall | None = None
 
     def model_inputs(self) -> dict[str, Any]:
         """Keyword arguments for one pass of the model. A tree gets no masks from another pass."""
         tree: TreeLayout | None = self.inputs.get("tree")
-        return self.inputs if tree is None else self.inputs | {"tree": tree.for_one_pass()}
+        inputs = self.inputs if tree is None else self.inputs | {"tree": tree.for_one_pass()}
+        return inputs if self.images is None else inputs | {"mm_encoder_outputs": self.images.for_one_pass()}
 
 
-def pack_tokens(examples: Sequence[TrainingExample], packing: Packing, device: torch.device) -> PackedTokens:
-    """Pack examples into one model call.
+def pack_tokens(
+    examples: Sequence[TrainingExample],
+    packing: Packing,
+    device: torch.device,
+    reader: ImageReader | None = None,
+) -> PackedTokens:
+    """Pack examples into one model call. `reader`: reads their images.
 
     In a tree, examples of one group share every common prefix, and those of several groups a long one
     (prefix_tree.py). Those of a trajectory, which stand together, are a segment.
@@ -54,32 +62,45 @@ def pack_tokens(examples: Sequence[TrainingExample], packing: Packing, device: t
     Without examples, the call has one token and no completion tokens. A rank with an empty micro-batch needs
     it, because FSDP requires the same number of calls on every rank.
     """
-    return (pack_tree if packing == "tree" else pack_padded)(examples, device)
+    images = reader.read(examples) if reader is not None else None
+    return (pack_tree if packing == "tree" else pack_padded)(examples, device, images)
 
 
-def pack_tree(examples: Sequence[TrainingExample], device: torch.device) -> PackedTokens:
+def pack_tree(
+    examples: Sequence[TrainingExample], device: torch.device, images: ReadImages | None = None
+) -> PackedTokens:
     """One row with the prefix tree. Needs an attention backend for trees (attention_backends.py)."""
     scored = [e.scored for e in examples]
-    sequences = [e.token_ids[: s[-1]] for e, s in zip(examples, scored, strict=True)]
+    sequences = [e.keys[: s[-1]] for e, s in zip(examples, scored, strict=True)]
     tree = build_tree(sequences or [np.zeros(1, dtype=np.int64)], [e.group for e in examples] or [0])
+    token_ids, positions = tree.token_ids, tree.depths[None]
+    if images is not None:
+        token_ids, positions = tree.token_ids.copy(), np.repeat(positions, 4, axis=0)
+        for example, path in zip(examples, tree.paths, strict=True):
+            token_ids[path] = example.token_ids[: len(path)]
+            positions[1:, path] = images.positions(example)[:, : len(path)]
     predictors = [path[s - 1] for path, s in zip(tree.paths, scored, strict=False)]
     nodes, rows = np.unique(np.concatenate(predictors or [NO_TOKENS]), return_inverse=True)
     kept = nodes if len(nodes) else np.zeros(1, dtype=np.int64)
-    (input_ids, depths, ends, logits_to_keep), tokens = _packed(
-        [tree.token_ids, tree.depths, tree.ends, kept], rows, len(kept), examples, scored, device
+    (input_ids, depths, position_ids, ends, logits_to_keep), tokens = _packed(
+        [token_ids, tree.depths, positions, tree.ends, kept], rows, len(kept), examples, scored, device
     )
     inputs = {
         "input_ids": input_ids[None],
-        "position_ids": depths[None],
+        # With images: for masks as without, then on the three axes of mRoPE.
+        "position_ids": position_ids if images is None else position_ids[:, None],
         # Otherwise transformers takes the positions of a tree for packed sequences, and masks those.
         "attention_mask": torch.ones_like(input_ids[None]),
         "logits_to_keep": logits_to_keep,
         "tree": tree_layout(tree, depths, ends),
     }
-    return PackedTokens(inputs=inputs, num_nodes=len(tree.token_ids), **tokens)
+    call = None if images is None else images.call(token_ids, tree.token_ids)
+    return PackedTokens(inputs=inputs, num_nodes=len(tree.token_ids), images=call, **tokens)
 
 
-def pack_padded(examples: Sequence[TrainingExample], device: torch.device) -> PackedTokens:
+def pack_padded(
+    examples: Sequence[TrainingExample], device: torch.device, images: ReadImages | None = None
+) -> PackedTokens:
     """One right-padded row per example, for models without tree attention."""
     scored = [e.scored for e in examples]
     sequences = [e.token_ids[: s[-1]] for e, s in zip(examples, scored, strict=True)]
@@ -92,9 +113,18 @@ def pack_padded(examples: Sequence[TrainingExample], device: torch.device) -> Pa
     for row, sequence in enumerate(sequences):
         ids[row, : len(sequence)], mask[row, : len(sequence)] = sequence, 1
     flat, num_rows = np.concatenate(rows or [NO_TOKENS]), kept * len(sequences)
-    arrays, tokens = _packed([ids, mask, np.arange(first, longest)], flat, num_rows, examples, scored, device)
-    inputs = dict(zip(("input_ids", "attention_mask", "logits_to_keep"), arrays, strict=True))
-    return PackedTokens(inputs=inputs, num_nodes=ids.size, **tokens)
+    values = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": np.arange(first, longest)}
+    call = None
+    if images is not None:
+        values["position_ids"], keys = np.zeros((3, *ids.shape), dtype=np.int64), ids.copy()
+        for row, (example, sequence) in enumerate(zip(examples, sequences, strict=True)):
+            length = len(sequence)
+            values["position_ids"][:, row, :length] = images.positions(example)[:, :length]
+            keys[row, :length] = example.keys[:length]
+        call = images.call(ids.flatten(), keys.flatten())
+    arrays, tokens = _packed(list(values.values()), flat, num_rows, examples, scored, device)
+    inputs = dict(zip(values, arrays, strict=True))
+    return PackedTokens(inputs=inputs, num_nodes=ids.size, images=call, **tokens)
 
 
 def upload(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[Tensor]:

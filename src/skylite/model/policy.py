@@ -29,6 +29,7 @@ from skylite.errors import ModelError
 from skylite.model.activation_checkpointing import Checkpointing, checkpoint_layers
 from skylite.model.chunked_logprobs import token_logprobs
 from skylite.model.expert_lora import check_experts, group_expert_lora
+from skylite.model.images import ImageReader, image_reader
 from skylite.model.lm_head import score_in_chunks, top_tokens_in_chunks
 from skylite.model.loading import decoder_layers, load_base, text_path
 from skylite.model.lora_linear import drop_after_a, fuse_lora_layers
@@ -66,6 +67,8 @@ class Policy:
     device: torch.device
     kernels: bool = False
     """Whether Triton's kernels read the logits of `lm_head` (model/triton_kernels.py)."""
+    images: ImageReader | None = None
+    """None: the model is trained on text alone."""
     attention: str = "sdpa"
     """Attention over a tree, a key of attention_backends.BACKENDS."""
     pair_cost: float = 0.0
@@ -119,6 +122,7 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
         lm_head=None,
         checkpointing=checkpointing,
         device=dist.device,
+        images=image_reader(base, resolved.model.path),
         attention=trainer.attention,
         pair_cost=pair_cost,
     )

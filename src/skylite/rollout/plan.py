@@ -37,7 +37,7 @@ from skylite.data.prompts import PromptFileInfo, read_info
 from skylite.engine.connections import open_files
 from skylite.engine.interface import Launcher
 from skylite.engine.launchers import load_launcher
-from skylite.engine.model_limits import check_context, check_trainable, text_only_note
+from skylite.engine.model_limits import check_context, check_trainable, other_parts_note
 from skylite.errors import ConfigError, convert_os_errors
 from skylite.evaluation.confidence_interval import wilson
 from skylite.hub.resolve import ResolvedModel, resolve_model
@@ -143,9 +143,10 @@ def plan_run(
         *adapter_notes,
         *(length_note, *device_notes),
     )
-    config, placement, memory, notes = choose_placement(config, model, launcher, notes)
+    images = max(len(prompt.images) for prompt in (*train, *held_out))
+    config, placement, memory, notes = choose_placement(config, model, launcher, notes, images)
     resolved = Resolved(
-        model=_model_files(model, template),
+        model=_model_files(model, template, images),
         placement=placement,
         memory=memory,
         trust=Trust(programs=scored.programs),
@@ -164,13 +165,14 @@ def plan_run(
     )
 
 
-def _model_files(model: ResolvedModel, template: ChatTemplate) -> ModelFiles:
+def _model_files(model: ResolvedModel, template: ChatTemplate, images: int) -> ModelFiles:
     return ModelFiles(
         path=model.path,
         revision=model.revision,
         fingerprint=model.fingerprint,
         chat_template=template.text,
         template_time=template.now,
+        max_images=images,
     )
 
 
@@ -228,7 +230,7 @@ def choose_model(config: TrainConfig, launcher: Launcher) -> ResolvedModel:
 
 
 def choose_placement(
-    config: TrainConfig, model: ResolvedModel, launcher: Launcher, notes: Sequence[Note]
+    config: TrainConfig, model: ResolvedModel, launcher: Launcher, notes: Sequence[Note], max_images: int = 0
 ) -> tuple[TrainConfig, Placement, MemoryPlan, list[Note]]:
     """Choose dtype, GPUs, checkpointing, sequences at once and memory; add a note on each choice.
 
@@ -246,7 +248,7 @@ def choose_placement(
     of_engines: list[Note | str | None] = []
     if config.engine.num_engines:
         of_engines = [
-            launcher.check_model(model.path, device, config.lora.max_rank, config.lora),
+            launcher.check_model(model.path, device, config.lora.max_rank, config.lora, max_images),
             *launcher.notes(config, device, dtype, cpu_lora),
         ]
     setup = Setup(launcher, model.path, device, dtype, cpu_lora, gpus)
@@ -261,7 +263,7 @@ def choose_placement(
         dtype_note,
         *settings_notes(config),
         model.note,
-        text_only_note(model.path),
+        other_parts_note(model.path, max_images),
         check_trainable(model.path),
         *target_notes,
         triton_note(device),

@@ -22,9 +22,7 @@ def check_prompts(
     tokenizer: ChatTokenizer, config: TrainConfig, train: Sequence[Prompt], held_out: Sequence[Prompt]
 ) -> tuple[list[str], list[Note]]:
     """Ids of the prompts with too many tokens, to leave out, and notes. Raises DataError for long ones."""
-    notes = completion_notes(
-        tokenizer.prompt_end(train[0].messages), tokenizer.hides_thinking, config.reward.prefill
-    )
+    notes = completion_notes(tokenizer.prompt_end(train[0]), tokenizer.hides_thinking, config.reward.prefill)
     limit = config.rollout.max_prompt_tokens
     counts = too_long(tokenizer, train, limit) | too_long(tokenizer, held_out, limit)
     dropped, more = overlong_prompts(config, train, held_out, counts, f"rollout.max_prompt_tokens={limit}")
@@ -106,13 +104,15 @@ def show_tag(tag: str) -> str:
 
 def require_chats(tokenizer: ChatTokenizer, model_path: Path, prompts: Sequence[Prompt]) -> None:
     """Render a chat of each order of roles: a template may refuse some roles. Raises ModelError."""
-    for turns in {tuple(m["role"] for m in p.messages): p.messages for p in reversed(prompts)}.values():
-        _require_rendered(tokenizer, turns, model_path)
+    kinds = {(*(m["role"] for m in p.messages), bool(p.images)): p for p in reversed(prompts)}
+    for prompt in kinds.values():
+        _require_rendered(tokenizer, prompt, model_path)
 
 
-def _require_rendered(tokenizer: ChatTokenizer, turns: list[Message], model_path: Path) -> None:
+def _require_rendered(tokenizer: ChatTokenizer, prompt: Prompt, model_path: Path) -> None:
+    turns = prompt.messages
     try:
-        tokenizer.encode_chats([turns])
+        tokenizer.encode_chats([prompt])
     except ModelError as error:
         if turns[0]["role"] != "system" or not _renders(tokenizer, turns[1:]):
             raise

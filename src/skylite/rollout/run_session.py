@@ -20,7 +20,7 @@ from pathlib import Path
 from skylite.adapters.experts import served_modules
 from skylite.adapters.manifest import read_manifest
 from skylite.adapters.target_modules import last_names, predict_modules
-from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, run_template
+from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, prompt_size, run_template
 from skylite.engine.canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.launchers import load_launcher
@@ -284,9 +284,8 @@ async def start_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> Ch
 
 def longest_prompt_tokens(tokenizer: ChatTokenizer, plan: RunPlan) -> int:
     """Tokens of the longest training prompt that is sampled, judged by the prompts with the longest text."""
-    # In bytes: a Chinese character takes as many tokens as several English ones.
-    by_text = sorted(plan.train, key=lambda p: -sum(len(m["content"].encode()) for m in p.messages))
-    tokens = map(len, tokenizer.encode_chats([p.messages for p in by_text[:LONGEST_PROMPTS]]))
+    by_size = sorted(plan.train, key=prompt_size, reverse=True)
+    tokens = map(len, tokenizer.encode_chats(by_size[:LONGEST_PROMPTS]))
     limit = plan.config.rollout.max_prompt_tokens
     return max((count for count in tokens if count <= limit), default=limit)
 

@@ -19,6 +19,7 @@ from skylite.config.rollout import RewardConfig, RewardParameters
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.data.prompts import Chat, Pair, PromptFileInfo, read_chats, read_pairs, read_prompts
+from skylite.engine.model_limits import check_images
 from skylite.environments.episode_spec import check_episode_data
 from skylite.environments.episodes_source import episodes_running
 from skylite.environments.offline_source import Offline
@@ -145,6 +146,7 @@ class SingleTurnSource(Source):
         train: Sequence[Prompt],
         held_out: Sequence[Prompt],
     ) -> tuple[list[str], list[Note]]:
+        check_images(model_path, [*train, *held_out])
         require_chats(tokenizer, model_path, [*train, *held_out])
         return check_prompts(tokenizer, config, train, held_out)
 
@@ -152,7 +154,7 @@ class SingleTurnSource(Source):
         self, scored: ScoredData, info: PromptFileInfo, tokenizer: ChatTokenizer, train: Sequence[Prompt]
     ) -> list[Note]:
         config, hides = scored.config, tokenizer.hides_thinking
-        opened = opened_tag(tokenizer.prompt_end(train[0].messages), config.reward.prefill)
+        opened = opened_tag(tokenizer.prompt_end(train[0]), config.reward.prefill)
         if not opened and not hides:
             return []
         tag, hidden = opened or "<think>", ("<think>", "</think>") if hides else (opened,)
@@ -210,6 +212,11 @@ class EpisodesSource(Source):
         held_out: Sequence[Prompt],
     ) -> tuple[list[str], list[Note]]:
         """None is left out: the episodes' requests decide what is rendered."""
+        if any(prompt.images for prompt in (*train, *held_out)):
+            raise DataError(
+                "The tasks have images, and episodes send text alone.",
+                "Train on single turns (without env.episode), or prepare the tasks without images.",
+            )
         tokenizer.encode_chats([[{"role": "user", "content": "Hello"}]])
         return [], []
 

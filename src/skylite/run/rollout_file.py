@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from skylite.errors import DataError
 from skylite.run.files import atomic_file
 from skylite.run.parquet_file import read_parquet
-from skylite.types import Call, Group, Message, Prompt, TrainingExample, Trajectory
+from skylite.types import Call, Group, ImageTokens, Message, Prompt, TrainingExample, Trajectory
 
 EXAMPLE_SCHEMA = pa.schema(
     [
@@ -32,6 +32,11 @@ EXAMPLE_SCHEMA = pa.schema(
         ("call_reward", pa.float64()),
         ("is_truncated", pa.bool_()),
         ("adapter_version", pa.int32()),
+        # Of the prompt: the first of its tokens, their number, and the file, in the group's first row alone.
+        (
+            "images",
+            pa.list_(pa.struct([("start", pa.int32()), ("length", pa.int32()), ("data", pa.binary())])),
+        ),
     ]
 )
 """What the trainer reads: the fields of TrainingExample."""
@@ -95,6 +100,7 @@ def _example(number: int, group: Group, index: int, trajectory: Trajectory, turn
         is_truncated=trajectory.is_truncated,
         version=call.adapter_version,
         prompt_id=group.prompt.id,
+        images=call.images,
     )
 
 
@@ -103,7 +109,20 @@ def read_examples(path: Path) -> list[TrainingExample]:
     rows = _read(path, EXAMPLE_SCHEMA.names)
     if not rows:
         raise _unusable(path, "it has no rows")
-    return [_read_example(path, row) for row in sorted(rows, key=_place)]
+    rows.sort(key=_place)
+    _share_images(path, rows)
+    return [_read_example(path, row) for row in rows]
+
+
+def _share_images(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Give all rows of a group the files of its first row."""
+    for number, of_group in groupby(rows, key=lambda row: row["group"]):
+        first, *others = of_group
+        if any(len(row["images"]) != len(first["images"]) for row in others):
+            raise _unusable(path, f"the rows of group {number} have different numbers of images")
+        for row in others:
+            files = zip(row["images"], first["images"], strict=True)
+            row["images"] = [image and file and image | {"data": file["data"]} for image, file in files]
 
 
 def _place(row: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -132,7 +151,16 @@ def _read_example(path: Path, row: dict[str, Any]) -> TrainingExample:
         is_truncated=row["is_truncated"],
         version=row["adapter_version"],
         prompt_id=row["prompt_id"],
+        images=_read_images(path, row),
     )
+
+
+def _read_images(path: Path, row: dict[str, Any]) -> tuple[ImageTokens, ...]:
+    for image in row["images"]:
+        end = None if image is None or None in image.values() else image["start"] + image["length"]
+        if end is None or end > len(row["token_ids"]):
+            raise _unusable(path, f"group {row['group']} has an image without a file or outside its prompt")
+    return tuple(ImageTokens(image["start"], image["length"], image["data"]) for image in row["images"])
 
 
 def read_rollouts(path: Path) -> list[Group]:
@@ -142,6 +170,7 @@ def read_rollouts(path: Path) -> list[Group]:
     """
     rows = _read(path, ROLLOUT_SCHEMA.names)
     rows.sort(key=_place)
+    _share_images(path, rows)
     groups = [_group(path, list(of_group)) for _, of_group in groupby(rows, key=lambda row: row["group"])]
     if not groups or len({len(g.trajectories) for g in groups}) != 1:
         sizes = sorted({len(g.trajectories) for g in groups})
@@ -164,6 +193,7 @@ def mean_reward(path: Path) -> float:
 
 
 def _example_row(example: TrainingExample) -> dict[str, Any]:
+    is_first = example.trajectory == example.turn == 0
     return {
         "group": example.group,
         "trajectory": example.trajectory,
@@ -175,6 +205,10 @@ def _example_row(example: TrainingExample) -> dict[str, Any]:
         "call_reward": example.reward,
         "is_truncated": example.is_truncated,
         "adapter_version": example.version,
+        "images": [
+            {"start": image.start, "length": image.length, "data": image.data if is_first else b""}
+            for image in example.images
+        ],
     }
 
 
@@ -238,6 +272,7 @@ def _call(path: Path, row: dict[str, Any]) -> Call:
         adapter_version=row["adapter_version"],
         text=row["completion"],
         observed=row["observed"],
+        images=example.images,
     )
 
 

@@ -227,7 +227,7 @@ def make_micro_batch(
     return MicroBatch(
         examples=examples,
         numbers=numbers,
-        tokens=pack_tokens(examples, policy.packing, policy.device),
+        tokens=pack_tokens(examples, policy.packing, policy.device, policy.images),
         keys=keys,
         token_weights=weights,
         size=size,
@@ -295,7 +295,7 @@ def _size(calls: Unit, packing: Packing) -> int:
 def _load(units: Sequence[Unit]) -> int:
     """Unique tokens of the units' calls."""
     examples = [e for unit in units for e in unit]
-    return tree_size([e.token_ids for e in examples], [e.group for e in examples]) if examples else 0
+    return tree_size([e.keys for e in examples], [e.group for e in examples]) if examples else 0
 
 
 def _work(units: Sequence[Unit], pair_cost: float) -> float:
@@ -303,7 +303,7 @@ def _work(units: Sequence[Unit], pair_cost: float) -> float:
     examples = [e for unit in units for e in unit]
     if not examples:
         return 0.0
-    nodes, pairs = tree_work([e.token_ids for e in examples], [e.group for e in examples])
+    nodes, pairs = tree_work([e.keys for e in examples], [e.group for e in examples])
     return nodes + pair_cost * pairs
 
 
@@ -324,7 +324,7 @@ def _blocks(units: Sequence[Unit], budget: int, pair_cost: float) -> list[tuple[
 
     The work is that of the tokens that follow the common prefix of all calls.
     """
-    ids = {id(unit): [e.token_ids.tolist() for e in unit] for unit in units}
+    ids = {id(unit): [e.keys.tolist() for e in unit] for unit in units}
     every = [call for calls in ids.values() for call in calls]
     prefix = shared_length(*(np.asarray(call, dtype=np.int64) for call in (min(every), max(every))))
     prefix_work = prefix + pair_cost * prefix * (prefix + 1) / 2

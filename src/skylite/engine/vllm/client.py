@@ -5,20 +5,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from skylite.data.images import data_uri
 from skylite.engine.connections import MAX_CONNECTIONS, Address, Connections
 from skylite.engine.interface import Sampling
 from skylite.engine.vllm.plugin.batched_outputs import MARK
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Call
+from skylite.types import Call, ImageTokens
 
 REQUEST_TIMEOUT_S = 1800.0
 """Long, because a group may queue behind others on a slow engine. The watchdog detects hangs earlier."""
+GENERATE = "/inference/v1/generate"
+"""vLLM's route for token ids with images."""
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
 
 
@@ -53,6 +57,45 @@ class _SampleReply(_Strict):
 
     model: str
     choices: list[_Choice | _Aborted]
+
+
+class _ImageLogprobs(_Strict):
+    content: list[_Token]
+
+
+class _ImageChoice(_Strict):
+    """A completion of a prompt with images."""
+
+    index: int
+    text: str
+    token_ids: list[int] = Field(min_length=1)
+    logprobs: _ImageLogprobs
+    finish_reason: Literal["stop", "length"]
+
+
+class _ImageReply(_Strict):
+    model: str
+    prompt_token_ids: list[int]
+    choices: list[_ImageChoice | _Aborted]
+
+    def as_completions(self) -> _SampleReply:
+        """The same as a reply of /v1/completions has it."""
+        return _SampleReply(
+            model=self.model,
+            choices=[
+                choice
+                if isinstance(choice, _Aborted)
+                else _Choice(
+                    index=choice.index,
+                    text=choice.text,
+                    prompt_token_ids=self.prompt_token_ids,
+                    token_ids=choice.token_ids,
+                    logprobs=_Logprobs(token_logprobs=[token.logprob for token in choice.logprobs.content]),
+                    finish_reason=choice.finish_reason,
+                )
+                for choice in self.choices
+            ],
+        )
 
 
 class _Token(_Strict):
@@ -120,20 +163,25 @@ class VllmClient:
         return total
 
     async def generate(
-        self, model: str, prompt_token_ids: Sequence[int], n: int, sampling: Sampling, version: int
+        self,
+        model: str,
+        prompt_token_ids: Sequence[int],
+        n: int,
+        sampling: Sampling,
+        version: int,
+        images: Sequence[ImageTokens] = (),
     ) -> list[Call | None]:
         """[n] completions of one prompt; None for those that vLLM aborted or left out.
 
         Args:
             model: served name of the base or of an adapter version. The reply must name it too.
             version: recorded in each completion.
+            images: of the prompt. vLLM gets one token for each, and must make as many of it as we did.
 
         Raises SyncFailed if the reply names another model, EngineFailed without a usable reply, and RunFailed
         if vLLM rejects the request.
         """
-        request = {
-            "model": model,
-            "prompt": list(prompt_token_ids),
+        parameters = {
             "n": n,
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -148,10 +196,14 @@ class VllmClient:
             "include_stop_str_in_output": bool(sampling.stop),
             "seed": sampling.seed,
             "logprobs": 0,
-            "return_token_ids": True,
-            "vllm_xargs": {MARK: 1},
         }
-        reply = await self._complete(request, _SampleReply)
+        request = {"model": model, "return_token_ids": True}
+        if images:
+            request |= _of_images(prompt_token_ids, images) | {"sampling_params": parameters}
+            reply = (await self._complete(request, _ImageReply, GENERATE)).as_completions()
+        else:
+            request |= {"prompt": list(prompt_token_ids), "vllm_xargs": {MARK: 1}} | parameters
+            reply = await self._complete(request, _SampleReply)
         if reply.model != model:
             raise SyncFailed(
                 f"{self.name} sampled from {reply.model} instead of {model}; its completions were discarded."
@@ -162,7 +214,8 @@ class VllmClient:
         calls: list[Call | None] = [None] * n
         for choice in reply.choices:
             if isinstance(choice, _Choice):
-                calls[choice.index] = self._to_sample(choice, prompt_token_ids, sampling, version)
+                call = self._to_sample(choice, prompt_token_ids, sampling, version)
+                calls[choice.index] = replace(call, images=tuple(images))
         return calls
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
@@ -212,8 +265,9 @@ class VllmClient:
         path = f"/v1/{verb}_lora_adapter"
         return await self._connections.send("POST", path, body, self._request_timeout_s)
 
-    async def _complete(self, body: dict[str, Any], form: type[Reply]) -> Reply:
-        path = "/v1/completions"
+    async def _complete(
+        self, body: dict[str, Any], form: type[Reply], path: str = "/v1/completions"
+    ) -> Reply:
         reply = await self._connections.send_prompt(path, body, self._request_timeout_s)
         if reply.status_code != httpx.codes.OK:
             kind = EngineFailed if reply.is_server_error else RunFailed
@@ -250,6 +304,16 @@ class VllmClient:
             adapter_version=version,
             text=choice.text,
         )
+
+
+def _of_images(token_ids: Sequence[int], images: Sequence[ImageTokens]) -> dict[str, Any]:
+    """What GENERATE takes in place of a prompt: of the tokens of an image, the first."""
+    inner = {i for image in images for i in range(image.start + 1, image.start + image.length)}
+    return {
+        "token_ids": [token for i, token in enumerate(token_ids) if i not in inner],
+        "content_parts": [{"type": "image_url", "url": data_uri(image.data)} for image in images],
+        "output_mode": "text",
+    }
 
 
 def _difference(got: Sequence[int], sent: Sequence[int]) -> str:

@@ -58,3 +58,24 @@ def install() -> None:
     for is_available in (is_torchvision_available, is_torchvision_v2_available):
         is_available()  # remembers that it is not
     sys.meta_path.append(_Finder())
+    skip_videos()
+
+
+def skip_videos() -> None:
+    """Let processors of images and videos load: transformers has those of videos with torchvision alone."""
+    from transformers import processing_utils
+    from transformers.video_processing_utils import VideoProcessorMixin
+
+    class NoVideos(VideoProcessorMixin):  # type: ignore[misc]  # transformers has no types here
+        # vLLM computes how long a video could become, also where it serves none.
+        size, patch_size, merge_size = {"shortest_edge": 4096, "longest_edge": 1 << 20}, 16, 2
+        temporal_patch_size, fps, min_frames, max_frames = 2, 2, 4, 8
+
+        @classmethod
+        def from_pretrained(cls, *_: Any, **__: Any) -> Any:
+            return cls()
+
+    names, name = processing_utils.MODALITY_TO_AUTOPROCESSOR_MAPPING._MAPPING_NAMES, "video_processor"
+    names[name] = (__name__, "NoVideos")
+    globals()["NoVideos"] = NoVideos
+    processing_utils.MODALITY_TO_BASE_CLASS_MAPPING[name] = "ImageProcessingMixin"
