@@ -76,6 +76,21 @@ def test_a_compilers_error_is_one_line_of_the_log(monkeypatch: pytest.MonkeyPatc
     assert reason == "the model does not support it: LoweringException: unbacked_bindings"
 
 
+@pytest.mark.parametrize("error", [AttributeError, AssertionError, IndexError, TypeError])
+def test_a_model_that_asks_a_shortcut_for_more_is_computed_without_it(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """BERT's head, for example, reads the bias of the head that the shortcut replaces."""
+
+    def fail(*_: object) -> None:
+        raise error("'LogprobHead' object has no attribute 'bias'")
+
+    monkeypatch.setattr(fast_path_check, "_probe_logprobs", fail)
+    gap, reason = fast_path_check._gap(policy=None, probe=[], reference=torch.zeros(1))  # type: ignore[arg-type]
+    assert gap == math.inf
+    assert "no attribute 'bias'" in reason
+
+
 @pytest.mark.parametrize(
     "product",
     [

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
 
 from skylite.model import lora_linear
 from skylite.model.activation_checkpointing import with_recompute_fn
@@ -51,6 +52,19 @@ def test_output_and_gradients_equal_pefts_layer(bias: bool, shape: tuple[int, ..
     assert len(ours) == 6
     for name, value in pefts.items():
         assert torch.allclose(ours[name], value, rtol=1e-5, atol=1e-6), name
+
+
+def test_layers_with_transposed_weights_stay_pefts() -> None:
+    """GPT-2's Conv1D, whose weight is [inputs, outputs]."""
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+
+    def learned(*, fused: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        return learn(adapted(nn.Sequential(Conv1D(12, 8)), ["0"], fused=fused), x)
+
+    ours, pefts = learned(fused=True), learned(fused=False)
+    assert torch.equal(ours["x"], pefts["x"])
+    assert ours["out"].shape == (3, 12)
 
 
 def test_gradients_equal_finite_differences() -> None:

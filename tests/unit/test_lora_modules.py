@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
+from safetensors.numpy import save_file
 
 from skylite.adapters.target_modules import (
     check_target_names,
@@ -120,6 +123,23 @@ def test_megatron_names_and_wildcards_select_as_they_do_there() -> None:
 def test_a_name_that_matches_nothing_is_refused(lora: dict[str, Any], words: str, tiny_llama: Path) -> None:
     with pytest.raises(ModelError, match=f"(?s){words}"):
         check_target_names(tiny_llama, LoraConfig.model_validate(lora))
+
+
+def test_mambas_out_proj_routers_and_norms_with_a_matrix_get_no_lora(tmp_path: Path) -> None:
+    layer = "model.layers.0."
+    names = ["mamba.in_proj", "mamba.out_proj", "self_attn.q_norm", "self_attn.q_proj", "feed_forward.gate"]
+    tensors = {f"{layer}{name}.weight": np.zeros((2, 2), np.float32) for name in names}
+    tensors["model.per_layer_projection.weight"] = np.zeros((2, 2), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    def adapted(model_type: str) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        return sorted(name.removeprefix(layer) for name in predict_modules(tmp_path, LoraConfig())[1])
+
+    assert adapted("falcon_h1") == ["mamba.in_proj", "self_attn.q_proj"]
+    with pytest.raises(ModelError, match="'out_proj', which matches no module"):
+        check_target_names(tmp_path, LoraConfig(target_modules=["q_proj", "out_proj"]))
+    assert adapted("bamba") == ["mamba.in_proj", "mamba.out_proj", "self_attn.q_proj"]
 
 
 def test_the_critic_takes_no_lm_head(tiny_llama: Path) -> None:

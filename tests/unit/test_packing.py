@@ -67,6 +67,17 @@ def test_each_completion_token_is_predicted_by_the_token_before_it(pack):
 
 
 @pytest.mark.parametrize("pack", [pack_padded, pack_tree])
+def test_outputs_of_all_positions_are_those_of_the_kept_ones(pack):
+    """Some models ignore logits_to_keep."""
+    tokens = pack([completion_example([7, 8], [9, 10]), completion_example([7, 8], [11, 12, 13])], CPU)
+    whole = tokens.inputs["input_ids"][..., None]  # as if the model copied its input
+    kept = tokens.kept(whole)
+    assert kept.flatten()[tokens.rows].tolist() == [8, 9, 8, 11, 12]
+    assert kept.shape[1] < whole.shape[1]
+    assert tokens.kept(kept) is kept
+
+
+@pytest.mark.parametrize("pack", [pack_padded, pack_tree])
 def test_the_tokens_with_a_weight_are_scored_wherever_they_stand(pack):
     """A chat of two replies, 9 and 11 12. Nothing behind the last one is an input."""
     weights = np.array([0, 0, 1, 0, 0.5, 1, 0], dtype=np.float32)

@@ -13,7 +13,7 @@ import regex
 from skylite.adapters.experts import chosen_experts, expert_layers, is_experts, peft_names
 from skylite.config.lora import WILDCARD, LoraConfig
 from skylite.errors import ConfigError, ModelError
-from skylite.hub.text_model import text_shapes
+from skylite.hub.text_model import read_config, text_shapes
 from skylite.notes import Note, warning
 
 T = TypeVar("T")
@@ -22,10 +22,14 @@ EXPERTS = ".experts."
 """In the names of weights of experts. transformers joins those of a layer in parameters of one module."""
 ROUTERS = (
     *("mlp.gate", "block_sparse_moe.gate", "mlp.router", "router.layer", "router.gate"),
-    *("feed_forward.router", "block_sparse_moe.router", "shared_expert_gate"),
+    *("feed_forward.router", "feed_forward.gate", "block_sparse_moe.router", "mixer.gate", "moe.gate"),
+    "shared_expert_gate",
 )
 """Ends of paths of gates and routers of experts, which get no LoRA. vLLM ignores that of shared_expert_gate:
 its shared expert holds the gate under another name."""
+
+MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+"""Model types whose `out_proj` PEFT refuses: Mamba's fused kernels read its weight without LoRA."""
 
 LM_HEADS = ("lm_head", "embed_out", "output_layer")
 """The last part of the LM head's path in transformers' models. A head that shares the embedding's weight is
@@ -92,6 +96,16 @@ def _fully_matches(name: str, pattern: str) -> bool:
         ) from None
 
 
+def without_lora(model_type: object) -> tuple[str, ...]:
+    """Ends of paths of linear modules that get no LoRA in models of this type."""
+    return (*ROUTERS, "out_proj") if model_type in MAMBA_TYPES else ROUTERS
+
+
+def in_layers(name: str) -> bool:
+    """Whether a module is in a numbered layer, as all that `all-linear` adapts."""
+    return any(part.isdigit() for part in name.split("."))
+
+
 def short_names(modules: Iterable[str], chosen: Iterable[str]) -> list[str]:
     """Shorten the full paths `chosen` to their last component where it is unambiguous; sorted.
 
@@ -129,9 +143,9 @@ def predict_modules(model_path: Path, config: LoraConfig) -> tuple[set[str], set
     shapes, experts = _outside_experts(every), expert_layers(every)
     paths = [name.split(".") for name in shapes]
     modules = {".".join(path[:end]) for path in paths for end in range(1, len(path))}
-    matrices = _matrices(shapes)
+    matrices = _matrices(shapes, model_path)
     if config.target_modules == "all-linear":
-        chosen = {name for name in matrices if any(part.isdigit() for part in name.split("."))}
+        chosen = {name for name in matrices if in_layers(name)}
     else:
         chosen = {name for name in matrices if matches(name, config.target_modules)}
     chosen = {name for name in chosen if not matches(name, config.exclude_modules)}
@@ -145,7 +159,7 @@ def check_target_names(model_path: Path, config: LoraConfig, section: str = "lor
     Returns a warning for each such name in lora.exclude_modules.
     """
     shapes = _outside_experts(text_shapes(model_path))
-    matrices = _matrices(shapes)
+    matrices = _matrices(shapes, model_path)
     names = sorted({name.rpartition(".")[2] for name in matrices})
     targets = [] if config.target_modules == "all-linear" else config.target_modules
     for target in targets:
@@ -203,7 +217,9 @@ def _outside_experts(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:
     return {name: shape for name, shape in shapes.items() if EXPERTS not in name}
 
 
-def _matrices(shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """Paths of modules with a matrix, without routers."""
+def _matrices(shapes: Mapping[str, Sequence[int]], model_path: Path) -> set[str]:
+    """Paths of modules with a matrix that may have LoRA."""
+    excluded = without_lora(read_config(model_path).get("model_type"))
     matrices = {n.removesuffix(".weight") for n, s in shapes.items() if n.endswith(".weight") and len(s) == 2}
-    return {name for name in matrices if not matches(name, ROUTERS)}
+    # Norms of single heads, such as Cohere's q_norm, have a matrix of gains.
+    return {name for name in matrices if not name.endswith("norm") and not matches(name, excluded)}

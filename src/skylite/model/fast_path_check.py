@@ -175,7 +175,15 @@ def _gap(
             _train_on(policy, probe)  # kernels of other types, with gradients: they are compiled now, too
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, ValueError, KeyError, RuntimeError, ModelError) as error:
+    except (
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        AssertionError,
+        RuntimeError,
+        ModelError,
+    ) as error:
         line = str(error).strip().partition("\n")[0]  # a compiler's error also holds its graph and stack
         return float("inf"), f"the model does not support it: {line}"
     return gap, f"mean logprob difference to the plain form {gap:.1e}"

@@ -43,7 +43,7 @@ class LogprobHead(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [B, K, H] -> logprobs [1, C, 1]. Uses the weights here, where FSDP has gathered them."""
         linear, tokens = self._linear[0], self._tokens
-        hidden = hidden.flatten(0, 1).to(compute_dtype(hidden))
+        hidden = tokens.kept(hidden).flatten(0, 1).to(compute_dtype(hidden))
         self.result = head_logprobs(
             hidden,
             linear.weight,
@@ -62,15 +62,16 @@ class LogprobHead(nn.Module):
 class TopTokenHead(nn.Module):
     """Replaces a linear LM head for one pass. `result` then holds the most likely token of each position."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, tokens: PackedTokens) -> None:
         super().__init__()
         self._linear = [linear]
+        self._tokens = tokens
         self.result: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [B, K, H] -> [B, K, 1], for FSDP; nobody reads it."""
         linear, dtype = self._linear[0], compute_dtype(hidden)
-        weight, rows = linear.weight.to(dtype), hidden.flatten(0, 1).to(dtype)
+        weight, rows = linear.weight.to(dtype), self._tokens.kept(hidden).flatten(0, 1).to(dtype)
         chunks = torch.split(rows, chunk_rows(weight))
         self.result = torch.cat([nn.functional.linear(x, weight, linear.bias).argmax(-1) for x in chunks])
         return hidden[..., :1]
@@ -104,7 +105,7 @@ def top_tokens_in_chunks(
     model: nn.Module, base: PreTrainedModel, linear: nn.Linear, tokens: PackedTokens
 ) -> Tensor:
     """The most likely token of each position."""
-    head = TopTokenHead(linear)
+    head = TopTokenHead(linear, tokens)
     with replaced_head(base, head):
         model(**tokens.model_inputs(), use_cache=False)
     assert head.result is not None, "the model did not use its output embeddings"

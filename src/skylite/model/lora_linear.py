@@ -164,7 +164,8 @@ def fuse_lora_layers(model: nn.Module) -> None:
 
     A call of the model rounds all LoRA matrices at once, before its first layer.
     """
-    unfused = {id(m): m for m in model.modules() if type(m) is PeftLinear}
+    # PEFT's layer also wraps GPT-2's Conv1D, whose weight is transposed.
+    unfused = {id(m): m for m in model.modules() if type(m) is PeftLinear and not m.fan_in_fan_out}
     groups = list[_FusedLayers]()
     for module in model.modules():
         for names in SIBLINGS:

@@ -47,6 +47,11 @@ class PackedTokens:
         inputs = self.inputs if tree is None else self.inputs | {"tree": tree.for_one_pass()}
         return inputs if self.images is None else inputs | {"mm_encoder_outputs": self.images.for_one_pass()}
 
+    def kept(self, outputs: Tensor) -> Tensor:
+        """Outputs [B, K, ...] at `logits_to_keep`, which some models ignore: they give [B, L, ...]."""
+        positions: Tensor = self.inputs["logits_to_keep"]
+        return outputs if outputs.shape[1] == len(positions) else outputs[:, positions]
+
 
 def pack_tokens(
     examples: Sequence[TrainingExample],

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from skylite.adapters.import_adapter import usual_name
-from skylite.adapters.target_modules import ROUTERS, matches, short_names
+from skylite.adapters.target_modules import in_layers, matches, short_names, without_lora
 from skylite.config.lora import LoraConfig
 from skylite.config.resolved import Resolved
 from skylite.config.train import TrainConfig
@@ -136,7 +136,8 @@ def _pair_cost(base: PreTrainedModel, layers: list[nn.Module]) -> float:
     """
     config = base.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0)
-    channels = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads) if heads else 0
+    head_dim = config.to_dict().get("head_dim")  # Gemma 4's layers differ, and its config's attribute raises
+    channels = heads * (head_dim or config.hidden_size // heads) if heads else 0
     weights = sum(p.numel() for layer in layers for p in layer.parameters() if p.dim() > 1)
     return 14 * channels * len(layers) / (4 * weights)
 
@@ -150,9 +151,9 @@ def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     modules = {n: m for n, m in model.named_modules() if not text or n.startswith(f"{text}.") or m is head}
     # Routers of Llama 4 and Phi-MoE are linear layers that return more than logits; LoRA cannot wrap them.
     plain = {n for n, m in modules.items() if type(m).forward in (nn.Linear.forward, Conv1D.forward)}
-    linear = {name for name in plain if not matches(name, ROUTERS)}
+    linear = {name for name in plain if not matches(name, without_lora(model.config.model_type))}
     if config.target_modules == "all-linear":
-        selected = {name for name in linear if modules[name] is not head}
+        selected = {name for name in linear if in_layers(name) and modules[name] is not head}
     else:
         embeddings = {name for name, m in modules.items() if isinstance(m, nn.Embedding)}
         selected = {name for name in linear | embeddings if matches(name, config.target_modules)}
@@ -183,7 +184,7 @@ def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Ten
                 policy.kernels,
             )
         logits = policy.model(**tokens.model_inputs(), use_cache=False).logits
-    return token_logprobs(logits.flatten(0, 1), tokens.rows, tokens.targets, temperature)
+    return token_logprobs(tokens.kept(logits).flatten(0, 1), tokens.rows, tokens.targets, temperature)
 
 
 @torch.no_grad()
@@ -195,7 +196,7 @@ def is_top_token(policy: Policy, tokens: PackedTokens) -> Tensor:
             top = top_tokens_in_chunks(policy.model, base, policy.lm_head, tokens)
         else:
             logits = policy.model(**tokens.model_inputs(), use_cache=False).logits
-            top = logits.flatten(0, 1).argmax(-1)
+            top = tokens.kept(logits).flatten(0, 1).argmax(-1)
     return top[tokens.rows] == tokens.targets
 
 

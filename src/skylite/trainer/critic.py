@@ -80,4 +80,4 @@ def predict_values(policy: Policy, critic: Critic, tokens: PackedTokens) -> Tens
         values = critic.head.values
     assert values is not None
     critic.head.values = None
-    return keep_in_graph(values, outputs).flatten()[tokens.rows]
+    return keep_in_graph(tokens.kept(values), outputs).flatten()[tokens.rows]
