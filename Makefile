@@ -47,7 +47,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lora-gsm8k lora-guess check test test-all test-dist test-vllm test-e2e test-loggers \
-	gpu-check torture fuzz docs docs-reference vllm-models lock clean
+	gpu-check torture fuzz docs docs-reference models-sweep vllm-models lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -136,6 +136,10 @@ docs-reference: $(READY) ## write the pages and tables in docs/ that are made fr
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_gpu_fit.py
 	$(BIN)/python docs/generate_gpu_results.py
+
+models-sweep: $(READY) ## train a tiny model of every family of transformers (hub/families.json, 15 minutes)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.model_sweep
+	$(BIN)/python docs/generate_reference.py
 
 vllm-models: $(READY) ## write engine/vllm/vllm_models.json, what vLLM serves with LoRA, from the installed vLLM
 	$(BIN)/python -m tests.integration.vllm_models

@@ -1,17 +1,17 @@
-"""Write docs/reference/cli.md, config.md and metrics.md from the code.
+"""Write docs/reference/cli.md, config.md, metrics.md and models.md from the code.
 
     python docs/generate_reference.py        (or: make docs-reference)
     python docs/generate_reference.py --check        writes nothing, fails if a page is stale
 
 cli.md holds what `--help` prints. config.md holds the fields, defaults and docstrings of skylite.config.
-metrics.md holds skylite/run/metrics.toml.
+metrics.md holds skylite/run/metrics.toml, models.md skylite/hub/families.json.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -23,8 +23,10 @@ from typer.testing import CliRunner
 from write_or_check import write_or_check
 
 from skylite.cli.main import app
+from skylite.cli.models import HEAD, cells
 from skylite.config.base_section import Flag
 from skylite.config.train import TrainConfig
+from skylite.hub.families import Family, read_sweep
 from skylite.run.metrics_file import Metric, metric_sections
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
@@ -75,9 +77,36 @@ Healthy ranges are rules of thumb: a run can leave one and learn.
 """
 
 
+MODELS_HEAD = """\
+# Model families
+
+What [`skylite models`](cli.md#skylite-models) prints: every `model_type` of transformers
+{sweep.transformers} that computes text, and what a sweep found (`make models-sweep`). `skylite models MODEL`
+says it of one model, in seconds. A family that does not train is refused with its sentence there and by
+`train --dry-run`.
+
+The sweep makes a tiny random model of each family, loads, adapts and computes it as a run does, and compares
+log-probabilities (largest difference in nats) and LoRA gradients (relative, float32) with transformers and
+PEFT on padded rows. A difference over 1e-4 or 1e-5 refuses a family, as does a token that sees later ones.
+What ran with real weights or in vLLM is in [Tested models](tested-models.md).
+
+- trains: with a prefix tree a prompt is computed once for its completions; with padded rows in each of them.
+- experts: LoRA where [`lora.target_parameters`](lora.md#experts) names them, else frozen, as routers always.
+- other parts: towers that read pictures or sound. They stay as they are. Prompts are text, and have images
+  where it says so.
+- LoRA on GPU, LoRA on CPU: whether vLLM {sweep.vllm} serves it. A family that it does not serve still trains
+  by `algorithm.name=sft` and `dpo`, which sample nothing.
+"""
+
+
 def pages() -> dict[Path, str]:
     """File -> text."""
-    texts = {"cli.md": cli_page(), "config.md": config_page(), "metrics.md": metrics_page()}
+    texts = {
+        "cli.md": cli_page(),
+        "config.md": config_page(),
+        "metrics.md": metrics_page(),
+        "models.md": models_page(),
+    }
     return {REFERENCE / name: text for name, text in texts.items()}
 
 
@@ -133,6 +162,40 @@ def metrics_page() -> str:
 def metric_row(metric: Metric) -> str:
     words = " | ".join(map(cell, (metric.unit, metric.meaning, metric.good, metric.bad)))
     return f"| `{metric.name}` | {words} |"
+
+
+def models_page() -> str:
+    """The table of families, and why some are not in it."""
+    families = read_sweep().families.values()
+    trained = [family for family in families if not family.refused]
+    parts = [MADE_BY, "", MODELS_HEAD.format(sweep=read_sweep()), "## Families that train\n"]
+    columns = (*HEAD, "log-probabilities", "gradient")
+    parts += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *map(family_row, trained), ""]
+    for device, heading in (("on_gpu", "GPUs"), ("on_cpu", "CPUs")):
+        parts += [
+            f"## Not served on {heading}\n",
+            *grouped((f.name, getattr(f, device)) for f in trained),
+            "",
+        ]
+    parts += ["## Families that do not train\n", *grouped((f.name, f.refused) for f in families)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def family_row(family: Family) -> str:
+    gaps = (f"{family.logprobs:.0e}", f"{family.gradient:.0e}")
+    return f"| `{family.name}` | {' | '.join((*cells(family)[1:], *gaps))} |"
+
+
+def grouped(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Each reason with the names of its families, without what names a single one."""
+    names: dict[str, list[str]] = {}
+    for name, sentence in reasons:
+        reason = re.sub(r"^(The model|\S+) is a \w+(, and|:|,) | \(\w+=\d+\)", "", sentence).rstrip(".")
+        if reason:
+            names.setdefault(reason, []).append(f"`{name}`")
+    for reason, group in names.items():
+        text = f"- {cell(reason)}: {', '.join(group)}"
+        yield textwrap.fill(text, LINE_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:

@@ -27,6 +27,7 @@ SHARE_TOKENIZERS = {
     "test_folder_owner",
     "test_guarded",
     "test_logs",
+    "test_models_command",
     "test_own_data",
     "test_own_data_recipe",
     "test_plugin_exits",

@@ -47,6 +47,7 @@ FLAGS = {
     "runs": {"--json", *LOGGING},
     "env": set(),
     "doctor": {"--json", *LOGGING},
+    "models": {"--from-adapter", "--chat-template", "--set", "--json", *LOGGING},
     "log": {"--to", "--json", *LOGGING},
 }  # fmt: skip
 

@@ -303,7 +303,7 @@ def test_steps_of_equal_rewards_are_warned_of_once_and_then_at_each_doubling() -
 def config_only(folder: Path, **config: Any) -> Path:
     """A folder with config.json and two small matrices."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
     names = ("model.layers.0.self_attn.q_proj", "model.embed_tokens")
     tensors = {f"{name}.weight": np.zeros((2, 2), np.float32) for name in names}
     save_file(tensors, folder / "model.safetensors")

@@ -30,7 +30,7 @@ class Skylite(Program):
         "Train": ("prepare", "train", "replay", "env"),
         "Look at runs": ("watch", "report", "samples", "runs", "adapters"),
         "Use an adapter": ("eval", "serve", "chat", "export"),
-        "Machine and loggers": ("doctor", "log"),
+        "Machine and loggers": ("doctor", "models", "log"),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from skylite.adapters.target_modules import EXPERTS
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, ModelError
+from skylite.hub.families import family_of
 from skylite.hub.quantised import quantised_modules
 from skylite.hub.resolve import tensor_shapes
 from skylite.hub.text_model import (
@@ -32,10 +33,11 @@ LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
 
 
 def check_trainable(model_path: Path, *, offload: bool = False) -> str:
-    """Raise ModelError for quantised weights that the trainer does not read. Returns a note, or "".
+    """Raise ModelError for a family or quantised weights that the trainer does not compute.
 
-    `offload`: trainer.offload.
+    Returns a note on quantised weights, or "". `offload`: trainer.offload.
     """
+    family_of(read_config(model_path), model_path.name)
     form = quantised_format(model_path)
     if form is None:
         return ""

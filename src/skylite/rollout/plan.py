@@ -15,11 +15,9 @@ from typing import Any
 import skylite
 from skylite.adapters.import_adapter import (
     adopt_adapter,
-    check_warm_start,
     copy_warm_start,
     expand_adapter_path,
 )
-from skylite.adapters.target_modules import check_target_names
 from skylite.config.loading import read_recipe
 from skylite.config.provenance import NOTHING_TYPED, Provenance
 from skylite.config.resolved import MemoryPlan, ModelFiles, Placement, Resolved, RunIdentity, Trust
@@ -37,7 +35,8 @@ from skylite.data.prompts import PromptFileInfo, read_info
 from skylite.engine.connections import open_files
 from skylite.engine.interface import Launcher
 from skylite.engine.launchers import load_launcher
-from skylite.engine.model_limits import check_context, check_trainable, other_parts_note
+from skylite.engine.model_check import check_model
+from skylite.engine.model_limits import check_trainable
 from skylite.errors import ConfigError, convert_os_errors
 from skylite.evaluation.confidence_interval import wilson
 from skylite.hub.resolve import ResolvedModel, resolve_model
@@ -240,17 +239,9 @@ def choose_placement(
     bf16_reason = launcher.bf16_reason(model.path, device) if config.engine.num_engines else ""
     dtype, dtype_note = choose_dtype(config.model.dtype, device, bf16_reason=bf16_reason)
     gpus = place(config, device)
-    target_notes = check_target_names(model.path, config.lora)
-    if config.critic_lora is not None:
-        check_target_names(model.path, config.critic_lora, "critic")
-    check_context(config, model.path)
+    model_notes = check_model(config, model, launcher, device, max_images)
     cpu_lora = launcher.choose_cpu_lora(config, dtype, model.path)
-    of_engines: list[Note | str | None] = []
-    if config.engine.num_engines:
-        of_engines = [
-            launcher.check_model(model.path, device, config.lora.max_rank, config.lora, max_images),
-            *launcher.notes(config, device, dtype, cpu_lora),
-        ]
+    of_engines = launcher.notes(config, device, dtype, cpu_lora) if config.engine.num_engines else []
     setup = Setup(launcher, model.path, device, dtype, cpu_lora, gpus)
     config, checkpointing_note = checkpointing_default(config, setup)
     config, base_note = replicate_default(config, setup)
@@ -263,9 +254,7 @@ def choose_placement(
         dtype_note,
         *settings_notes(config),
         model.note,
-        other_parts_note(model.path, max_images),
-        check_trainable(model.path),
-        *target_notes,
+        *model_notes,
         triton_note(device),
         *of_engines,
         checkpointing_note,
@@ -273,8 +262,6 @@ def choose_placement(
         sequences_note,
         *memory_notes,
     )
-    if config.lora.from_adapter is not None:
-        notes += check_warm_start(config, model.path, model.fingerprint)
     placement = Placement(
         device=device,
         dtype=dtype,
