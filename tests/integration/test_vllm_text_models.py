@@ -35,7 +35,7 @@ MODELS: dict[str, tuple[Dtype, list[str]]] = {
     "gemma3_vl": ("float32", [*ATTENTION, "o_proj", *MLP]),
     "qwen3_vl": ("float32", [*ATTENTION, "o_proj", *MLP]),
     "lfm2": ("float32", [*ATTENTION, "in_proj", "out_proj", "w1", "w2", "w3"]),
-    "qwen2_moe": ("float32", [*ATTENTION, "o_proj", *MLP, EXPERTS]),
+    "qwen3_moe": ("float32", [*ATTENTION, "o_proj", EXPERTS]),
     "qwen3_5_vl": ("bfloat16", [*ATTENTION, "o_proj", *DELTA_NET, *MLP]),
 }
 NOISE = {"float32": 2e-5, "bfloat16": 0.1}
