@@ -145,6 +145,6 @@ def image_reader(base: PreTrainedModel, path: Path) -> ImageReader | None:
 def set_attention(base: PreTrainedModel, implementation: str) -> None:
     """Set transformers' `attn_implementation` of the text model. A tower keeps sdpa: it has no tree."""
     base.set_attn_implementation(implementation)
-    tower: nn.Module | None = getattr(base.model, "visual", None)
+    tower: nn.Module | None = getattr(getattr(base, "model", None), "visual", None)  # GPT-2 has no `model`
     if isinstance(tower, PreTrainedModel):
         tower.set_attn_implementation("sdpa")
