@@ -170,6 +170,8 @@ def test_explicit_settings_override_the_named_algorithm() -> None:
     assert (ppo.algorithm.advantage, ppo.rollout.group_size) == ("gae", 1)
     with pytest.raises(ConfigError, match=r"dapoo.*is not an algorithm; choose one of grpo, bnpo"):
         load_config(None, {}, ["algorithm.name=dapoo"])
+    with pytest.raises(ConfigError, match=r"algorithm\.name"):
+        load_config(None, {"algorithm.name": ["sft"]})
     with pytest.raises(ConfigError, match=r"leaves algorithm\.name=rloo nothing to compare"):
         load_config(None, {"rollout.group_size": 1}, ["algorithm.name=rloo"])
     with pytest.raises(ConfigError, match="maxrl divides by a group's mean reward"):

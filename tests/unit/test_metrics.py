@@ -124,7 +124,7 @@ def test_events_have_both_clocks_and_a_torn_one_is_skipped(tmp_path: Path) -> No
 
 
 def test_events_after_a_damaged_line_are_read(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").write_text('{"event": "a"}\n{"event": "b\n{"event": "c"}\n')
+    (tmp_path / "events.jsonl").write_text('{"event": "a"}\n{"event": "b\n7\n{"event": "c"}\n')
     assert [e["event"] for e in read_events(tmp_path / "events.jsonl")] == ["a", "c"]
 
 

@@ -258,7 +258,8 @@ class TrainConfig(Section):
     @classmethod
     def start_no_engine_offline(cls, values: Any) -> Any:
         algorithm = values.get("algorithm") if isinstance(values, dict) else None
-        if isinstance(algorithm, dict) and algorithm.get("name") in SOURCES:
+        # A list, because the name may be of any type here.
+        if isinstance(algorithm, dict) and algorithm.get("name") in list(SOURCES):
             engine = values.get("engine", {})
             if isinstance(engine, dict):
                 return values | {"engine": engine | {"num_engines": 0}}

@@ -47,7 +47,7 @@ def is_wrapper(config: Mapping[str, Any]) -> bool:
 
 def reads_images(config: Mapping[str, Any]) -> bool:
     """Whether skylite trains the model of this config.json on prompts with images."""
-    return config.get("model_type") in IMAGE_MODELS
+    return config.get("model_type") in list(IMAGE_MODELS)  # a list: in a damaged file it has any type
 
 
 def text_layers(shapes: Shapes, config: Mapping[str, Any]) -> dict[str, dict[str, Sequence[int]]]:

@@ -83,13 +83,14 @@ def append_event(path: Path, event: Event, **facts: int) -> None:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """All events in order. Skips incomplete lines, which a killed writer leaves."""
+    """All events in order. Skips lines that are no JSON objects: a killed writer leaves incomplete ones."""
     events = []
     for line in read_bytes(path).split(b"\n"):
         try:
-            events.append(parse_json(line))
+            event = parse_json(line)
         except ValueError:
             continue
+        events += [event] if isinstance(event, dict) else []
     return events
 
 
