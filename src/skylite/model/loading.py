@@ -48,7 +48,11 @@ def load_base(
         ModelError: the folder is missing, damaged or incomplete.
     """
     register_backends()
-    if (form := quantised_format(Path(path))) is not None:
+    try:
+        form = quantised_format(Path(path))
+    except (OSError, ValueError) as error:
+        raise _load_error(path, error) from error
+    if form is not None:
         return _load_quantised(Path(path), form, dtype, dist.device), f"base model: {form.name}, kept so"
     if (dist.dp_size == 1 or replicate) and not offload:
         # FSDP on a single rank would hold the base twice.
