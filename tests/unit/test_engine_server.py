@@ -95,6 +95,7 @@ def test_engines_return_sampling_logprobs_and_skylite_serve_keeps_vllms_default(
 
 def test_auto_does_not_merge_weights_in_deterministic_runs(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"0" * 64)
+    (tmp_path / "config.json").write_text("{}")
     exact, merged = {"deterministic": True}, {"cpu_lora": "merged"}
     assert LAUNCHER.choose_cpu_lora(TrainConfig(), "float32", tmp_path) == "merged"
     assert LAUNCHER.choose_cpu_lora(settings(trainer=exact), "float32", tmp_path) == "dense"

@@ -32,7 +32,7 @@ class CountedWords:
 
     def encode_chats(self, chats: list[Any]) -> list[list[int]]:
         self.encoded += len(chats)
-        texts = [chat[0]["content"] for chat in chats]
+        texts = [chat.messages[0]["content"] for chat in chats]
         return [[1] * (len(t.split()) if t.isascii() else len(t)) for t in texts]
 
 

@@ -105,7 +105,9 @@ def test_a_part_of_a_packed_layer_has_the_slots_of_all_parts() -> None:
     assert slots_per_rank(sizes(shapes, {"architectures": ["Unknown"]}, adapted), 1) == found.lora_per_rank
 
 
-def test_the_adapter_of_a_mixture_of_experts_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adapter_of_a_mixture_of_experts_is_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Qwen3-30B-A3B: 128 experts in each of 48 layers. The trainer adapts the attention."""
     layer = attention(2048, 32, 4, 128) | {"mlp.gate": (128, 2048)}
     for expert in range(128):
@@ -113,7 +115,8 @@ def test_the_adapter_of_a_mixture_of_experts_is_small(monkeypatch: pytest.Monkey
         layer[f"mlp.experts.{expert}.down_proj"] = (2048, 768)
     shapes = stack(48, layer)
     monkeypatch.setattr(target_modules, "text_shapes", lambda _: shapes)
-    adapted = target_modules.predict_modules(Path(), LoraConfig())[1]
+    (tmp_path / "config.json").write_text("{}")
+    adapted = target_modules.predict_modules(tmp_path, LoraConfig())[1]
     memory = trainer_memory(sizes(shapes, {}, adapted), TrainConfig(), "cuda", "bfloat16")
     assert memory.weights > 50 * GIB
     assert memory.adapter < GIB

@@ -253,7 +253,7 @@ def test_trl_from_rewards_to_gradients(trl, monkeypatch, mask_truncated):
         }
     )
     table, algorithm = table_of(samples_of(case), config), make_algorithm(config)
-    policy: Any = SimpleNamespace(packing="padded", device=torch.device("cpu"))
+    policy: Any = SimpleNamespace(packing="padded", device=torch.device("cpu"), images=None)
     (micro_batches,) = pack(table, algorithm, policy, config, ALONE)
     assert len(micro_batches) >= 2
     loss, grads = torch.tensor(0.0), torch.zeros_like(case.policy)

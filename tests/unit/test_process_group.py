@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from skylite.model.process_group import _from_json, _to_json, half_the_threads
-from skylite.types import TrainingExample
+from skylite.types import ImageTokens, TrainingExample
 
 
 @pytest.mark.parametrize(("own", "during_start"), [(4, 2), (1, 1)])
@@ -42,6 +42,7 @@ def test_examples_arrive_bit_for_bit() -> None:
         reward=0.1,
         prompt_id="p-1",
         extras={"teacher": np.array([1.5, 2.5, 3.5, 4.5])},
+        images=(ImageTokens(1, 2, b"\x00\xffpng"),),
     )
     (found,) = sent([example])
     for field in fields(TrainingExample):

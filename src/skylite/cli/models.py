@@ -1,4 +1,4 @@
-"""What a model can do: how it trains, its LoRA modules, and where vLLM serves it.
+"""What a model can do, how it trains, and who serves it.
 
 Without a model: the table of all families. Starts nothing; takes seconds.
 """

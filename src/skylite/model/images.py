@@ -19,7 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, PreTrainedModel
 
-from skylite.hub.text_model import read_config, reads_images
+from skylite.hub.text_model import reads_images
 from skylite.types import IntArray, TrainingExample
 
 
@@ -137,7 +137,7 @@ class ReadImages:
 
 def image_reader(base: PreTrainedModel, path: Path) -> ImageReader | None:
     """What reads images for this model; None if skylite trains it on text alone."""
-    if not reads_images(read_config(path)):
+    if not reads_images({"model_type": base.config.model_type}):
         return None
     return ImageReader(model=base.model, token_id=base.config.image_token_id, path=path)
 

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from skylite.processes.hardware import threads_per_rank
-from skylite.types import TrainingExample
+from skylite.types import ImageTokens, TrainingExample
 
 COLLECTIVE_TIMEOUT_S = 600.0
 """Longest wait in a collective. A longer one is a hang: see `Dist.wait_for`."""
@@ -95,7 +95,7 @@ class Dist:
                 return value
 
 
-_ARRAY, _EXAMPLE = "array of a rank", "example of a rank"
+_ARRAY, _EXAMPLE, _IMAGE = "array of a rank", "example of a rank", "image of a rank"
 
 
 def _to_json(value: object) -> dict[str, Any]:
@@ -103,6 +103,8 @@ def _to_json(value: object) -> dict[str, Any]:
         return {_ARRAY: [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
     if isinstance(value, TrainingExample):
         return {_EXAMPLE: {f.name: getattr(value, f.name) for f in fields(value)}}
+    if isinstance(value, ImageTokens):
+        return {_IMAGE: [value.start, value.length, base64.b64encode(value.data).decode()]}
     raise TypeError(f"ranks do not share a {type(value).__name__}")
 
 
@@ -110,7 +112,13 @@ def _from_json(value: dict[str, Any]) -> Any:
     if _ARRAY in value:
         dtype, data = value[_ARRAY]
         return np.frombuffer(base64.b64decode(data), dtype=np.dtype(dtype)).copy()  # refuses objects
-    return TrainingExample(**value[_EXAMPLE]) if _EXAMPLE in value else value
+    if _IMAGE in value:
+        start, length, data = value[_IMAGE]
+        return ImageTokens(start, length, base64.b64decode(data))
+    if _EXAMPLE in value:
+        example = value[_EXAMPLE]
+        return TrainingExample(**example | {"images": tuple(example["images"])})
+    return value
 
 
 def _poll(look: Callable[[], T | None]) -> T | None:
