@@ -277,7 +277,7 @@ def test_a_folder_that_holds_the_base_is_refused_in_16_bits(
 ) -> None:
     """Rounding cannot explain it: what the rounded weights compute is known."""
     base = read_run_config(run.config_path).resolved.model.path
-    monkeypatch.setattr(export_weights, "load_float32", lambda _: load_float32(base))
+    monkeypatch.setattr(export_weights, "load_float32", lambda *_: load_float32(base))
     with pytest.raises(RunFailed, match="merged weights in bfloat16 compute other logprobs"):
         export(plan_export(flags(run, out=out, merge=True, dtype="bfloat16")), launcher=None)
     assert not out.exists()
