@@ -10,9 +10,7 @@ from tests.model_sweep import GRADIENT, LOGPROBS, all_families, in_a_process
 pytestmark = pytest.mark.slow
 ODD = {
     "gpt2": "tree",  # transposed weights
-    "minicpmv4_6": "padded",  # logits of all positions, whatever is asked; recurrent layers; a tower
     "falcon_h1": "padded",  # Mamba's out_proj gets no LoRA
-    "deepseek_v3": "tree",  # latent attention, experts
     "bert": None,  # its tokens see later ones
 }
 

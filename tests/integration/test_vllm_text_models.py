@@ -32,7 +32,6 @@ ATTENTION = ["q_proj", "k_proj", "v_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 DELTA_NET = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"]
 MODELS: dict[str, tuple[Dtype, list[str]]] = {
-    "gemma3_vl": ("float32", [*ATTENTION, "o_proj", *MLP]),
     "qwen3_vl": ("float32", [*ATTENTION, "o_proj", *MLP]),
     "lfm2": ("float32", [*ATTENTION, "in_proj", "out_proj", "w1", "w2", "w3"]),
     "qwen3_moe": ("float32", [*ATTENTION, "o_proj", EXPERTS]),
