@@ -247,6 +247,12 @@ def test_doctor(bundle: Bundle) -> None:
     assert "\x1b" not in reply.output
 
 
+def test_models(bundle: Bundle) -> None:
+    reply = call(["models", "model"])
+    assert reply.code in (0, 2), reply.output
+    assert "\x1b" not in reply.output
+
+
 @pytest.mark.parametrize(("episode", "data"), [("guess", "data"), ("reasoning-gym", "data-gym")])
 def test_env_check(bundle: Bundle, episode: str, data: str) -> None:
     words = ["env", "check", episode, "--data", data, "--episodes", "1", "--reply", "x"]
