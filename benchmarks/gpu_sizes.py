@@ -103,7 +103,7 @@ def make_model(shape: str, folder: Path) -> Path:
     tokenizer = tiny_tokenizer()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
-    del model  # this process goes on, and a run finds its GPU free
+    del model  # leaves the GPU to the run: this process does not end yet
     torch.cuda.empty_cache()
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer.json"

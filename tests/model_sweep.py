@@ -56,7 +56,7 @@ COMPLETIONS = [
     [(5 * i + 90) % 256 for i in range(23)],
     [(7 * i + 3) % 256 for i in range(9)] + [11 * i for i in range(17)],
 ]
-"""The first and the last begin alike: a tree branches inside completions, too."""
+"""The first and the last share their beginning, so that the tree also branches inside completions."""
 ROWS = [(group, prompt, c) for group, prompt in enumerate(PROMPTS) for c in COMPLETIONS]
 PROBE = PROMPTS[0]
 
@@ -261,7 +261,7 @@ def write_table(families: Iterable[Family]) -> None:
 
 
 def sweep(name: str) -> Family:
-    """The family's result, with a line for whoever waits."""
+    """The family's result, printed on one line."""
     family = in_a_process(name)
     print(
         f"{name}: {family.refused or f'{family.packing}, {family.logprobs}, {family.gradient}'}", flush=True

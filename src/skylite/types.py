@@ -80,9 +80,17 @@ class ImageTokens:
         return _image_key(self.data)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)  # those of a step, because an entry holds the file
 def _image_key(data: bytes) -> int:
     return -1 - int.from_bytes(sha256(data).digest()[:7], "big")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt as an engine reads it."""
+
+    token_ids: Sequence[int]
+    images: tuple[ImageTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

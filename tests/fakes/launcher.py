@@ -20,7 +20,7 @@ from skylite.engine.connections import Connections
 from skylite.engine.interface import EngineMemory, EngineSpec, Sampling
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Call, ImageTokens
+from skylite.types import Call, EncodedPrompt
 
 SERVER = Path(__file__).with_name("engine.py")
 TIMEOUT_S = 60.0
@@ -46,20 +46,14 @@ class FakeEngine:
         return float(reply.json())
 
     async def generate(
-        self,
-        model: str,
-        prompt_token_ids: Sequence[int],
-        n: int,
-        sampling: Sampling,
-        version: int,
-        images: Sequence[ImageTokens] = (),
+        self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
     ) -> list[Call | None]:
-        prompt = list(prompt_token_ids)
-        body = {"model": model, "prompt": prompt, "n": n}
+        ids = list(prompt.token_ids)
+        body = {"model": model, "prompt": ids, "n": n}
         choices = await self._ask(
             "/generate", body | {"max_tokens": sampling.max_tokens, "seed": sampling.seed}
         )
-        return [Call(prompt_token_ids=prompt, adapter_version=version, **choice) for choice in choices]
+        return [Call(prompt_token_ids=ids, adapter_version=version, **choice) for choice in choices]
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
         logprobs: list[float] = await self._ask("/score", {"model": model, "prompt": list(token_ids)})

@@ -23,7 +23,7 @@ from skylite.engine.watchdog import RestartPolicy, Watchdog
 from skylite.errors import ChildDied, RunFailed
 from skylite.processes.child import Supervisor
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Call
+from skylite.types import Call, EncodedPrompt
 from tests.fakes.launcher import SERVER, FakeLauncher
 from tests.unit.engine_cases import SPEC, publish
 
@@ -84,7 +84,7 @@ async def load_verified(engines: list[RetryingEngine], adapter: AdapterVersion) 
 
 
 async def sample(engine: RetryingEngine, adapter: AdapterVersion) -> list[Call]:
-    return await engine.generate(adapter.name, [1, 2], 3, SAMPLING, adapter.version)
+    return await engine.generate(adapter.name, EncodedPrompt([1, 2]), 3, SAMPLING, adapter.version)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from skylite.engine.interface import Sampling
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.vllm.client import VllmClient
-from skylite.types import Call
+from skylite.types import Call, EncodedPrompt
 from tests.adapter_forms import SEQUENCES, publish
 from tests.engines import EngineServer
 from tests.integration.adapter_versions import DIFFERENT, FLOAT_NOISE, PROMPT
@@ -28,7 +28,7 @@ def sampled(server: EngineServer, sampling: Sampling) -> list[Call]:
     async def ask() -> list[Call]:
         client = RetryingEngine(VllmClient("vllm-test", server.address))
         try:
-            return await client.generate(server.base, PROMPT, 8, sampling, version=0)
+            return await client.generate(server.base, EncodedPrompt(PROMPT), 8, sampling, version=0)
         finally:
             await client.aclose()
 

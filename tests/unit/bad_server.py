@@ -10,6 +10,7 @@ from typing import Any
 from skylite.engine.connections import Address
 from skylite.engine.interface import Sampling
 from skylite.engine.vllm.client import VllmClient
+from skylite.types import EncodedPrompt
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(), seed=40)
 Behaviour = Callable[[asyncio.StreamWriter, int], Awaitable[None]]
@@ -73,4 +74,4 @@ async def talk(
 
 
 def ask_for(n: int) -> Callable[[VllmClient], Awaitable[Any]]:
-    return lambda client: client.generate("m", [7, 8], n, SAMPLING, version=3)
+    return lambda client: client.generate("m", EncodedPrompt([7, 8]), n, SAMPLING, version=3)

@@ -18,7 +18,7 @@ from skylite.engine.interface import Sampling
 from skylite.environments.episodes_source import Episodes, episodes_running
 from skylite.environments.source import GroupRequest
 from skylite.processes.child import Supervisor
-from skylite.types import Call, Group, ImageTokens, Prompt
+from skylite.types import Call, EncodedPrompt, Group, Prompt
 from tests.small_run import settings
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -40,28 +40,23 @@ class ScriptedEngine:
         """(prompt, completion) in token ids of every finished call."""
 
     async def generate(
-        self,
-        model: str,
-        prompt: Sequence[int],
-        n: int,
-        sampling: Sampling,
-        version: int,
-        images: Sequence[ImageTokens] = (),
+        self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
     ) -> list[Call]:
         assert n == 1
-        self.prompts.append(list(prompt))
+        context = list(prompt.token_ids)
+        self.prompts.append(context)
         self.samplings.append(sampling)
         self.models.append((model, version))
         await asyncio.sleep(self.delay_s)
-        text = self.script(to_text(prompt))
+        text = self.script(to_text(context))
         ends = [text.find(stop) + len(stop) for stop in sampling.stop if stop in text]
         ids = to_ids(text[: min(ends)]) if ends else [*to_ids(text), STOP]
         cut = len(ids) > sampling.max_tokens
         ids = ids[: sampling.max_tokens]
-        self.replies.append((list(prompt), ids))
+        self.replies.append((context, ids))
         return [
             Call(
-                prompt_token_ids=list(prompt),
+                prompt_token_ids=context,
                 completion_token_ids=ids,
                 sampling_logprobs=[-0.5] * len(ids),
                 finish_reason="length" if cut else "stop",

@@ -25,7 +25,7 @@ from skylite.rollout.plan import RunPlan
 from skylite.rollout.session import Progress, Session, TimeLimit, read_events
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, RunDir
-from skylite.types import Call, ImageTokens, Prompt, Score
+from skylite.types import Call, EncodedPrompt, Prompt, Score
 from skylite.ui.dashboard import Screen
 from tests.decisions import resolved
 from tests.logs import logged_messages
@@ -67,23 +67,17 @@ class FakeEngine:
         return BASE if model == "base" or self.is_wrong(model) else POLICY
 
     async def generate(
-        self,
-        model: str,
-        ids: list[int],
-        n: int,
-        sampling: Sampling,
-        version: int,
-        images: Sequence[ImageTokens] = (),
+        self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
     ) -> list[Call]:
         assert model in self.names
         assert model.endswith(str(version))
-        self.requests.append((model, ids[0], sampling.seed))
+        self.requests.append((model, prompt.token_ids[0], sampling.seed))
         self.in_flight[model] += 1
         await asyncio.sleep(self.sample_s)
         self.in_flight[model] -= 1
         return [
             Call(
-                prompt_token_ids=list(ids),
+                prompt_token_ids=list(prompt.token_ids),
                 completion_token_ids=[7],
                 sampling_logprobs=[-0.5],
                 adapter_version=version,

@@ -20,7 +20,7 @@ from skylite.engine.interface import Sampling
 from skylite.environments.openai_server import OpenAIServer
 from skylite.environments.parse_reply import tool_format
 from skylite.environments.renderer import Renderer
-from skylite.types import Call, ImageTokens
+from skylite.types import Call, EncodedPrompt
 
 OWN = Path(__file__).parents[1] / "chat_templates"
 TRL = Path(str(metadata.distribution("trl").locate_file("trl"))) / "chat_templates"
@@ -153,18 +153,13 @@ class TemplateEngine:
         """(prompt, completion) of every call."""
 
     async def generate(
-        self,
-        model: str,
-        prompt: Sequence[int],
-        n: int,
-        sampling: Sampling,
-        version: int,
-        images: Sequence[ImageTokens] = (),
+        self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
     ) -> list[Call]:
         ids = self.unusual_ids(next(self.replies))
-        self.calls.append((list(prompt), ids))
+        context = list(prompt.token_ids)
+        self.calls.append((context, ids))
         logprobs = [-1.0] * len(ids)
-        return [Call(prompt_token_ids=list(prompt), completion_token_ids=ids, sampling_logprobs=logprobs)]
+        return [Call(prompt_token_ids=context, completion_token_ids=ids, sampling_logprobs=logprobs)]
 
     def unusual_ids(self, text: str) -> list[int]:
         """One token a byte, without the tokenizer's merges; special tokens as they are."""

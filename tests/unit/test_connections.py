@@ -17,6 +17,7 @@ from skylite.engine.connections import Address
 from skylite.engine.vllm.client import VllmClient
 from skylite.errors import EngineFailed
 from skylite.processes.streams import raise_file_limit
+from skylite.types import EncodedPrompt
 from tests.unit.bad_server import SAMPLING, choice
 
 PROMPTS = 600
@@ -52,7 +53,10 @@ def test_thousands_of_prompts_share_few_connections(tmp_path: Path) -> None:
     async def sample_all() -> tuple[int, float]:
         listening = await asyncio.start_unix_server(server.serve, tmp_path / "s", backlog=100)
         client = VllmClient("engine-0", Address.of_socket(tmp_path / "s"), max_connections=20)
-        requests = [asyncio.ensure_future(client.generate("m", [1], 1, SAMPLING, 1)) for _ in range(PROMPTS)]
+        requests = [
+            asyncio.ensure_future(client.generate("m", EncodedPrompt([1]), 1, SAMPLING, 1))
+            for _ in range(PROMPTS)
+        ]
         await asyncio.sleep(0.2)
         started = asyncio.get_running_loop().time()
         assert await client.is_ready(), "the watchdog must not wait behind the prompts"
@@ -81,7 +85,7 @@ def test_a_request_cancelled_while_its_reply_arrives_leaves_no_error(tmp_path: P
             listening.bind(str(tmp_path / "s"))
             listening.listen()
             client = VllmClient("engine-0", Address.of_socket(tmp_path / "s"))
-            request = asyncio.ensure_future(client.generate("m", [1], 1, SAMPLING, 1))
+            request = asyncio.ensure_future(client.generate("m", EncodedPrompt([1]), 1, SAMPLING, 1))
             with (await asyncio.to_thread(listening.accept))[0] as server:
                 while not await asyncio.to_thread(server.recv, 65536):
                     pass
@@ -105,7 +109,7 @@ def test_requests_end_when_their_client_is_closed(tmp_path: Path) -> None:
         asked = asyncio.Event()
         async with await asyncio.start_unix_server(silence, tmp_path / "s"):
             client = VllmClient("engine-0", Address.of_socket(tmp_path / "s"))
-            request = asyncio.ensure_future(client.generate("m", [1], 1, SAMPLING, 1))
+            request = asyncio.ensure_future(client.generate("m", EncodedPrompt([1]), 1, SAMPLING, 1))
             await asked.wait()
             await asyncio.sleep(0.05)
             await client.aclose()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from skylite.engine.interface import Sampling
 from skylite.environments.episodes_source import Episodes
 from skylite.environments.trajectory_log import AnsweredRequest, TrajectoryLog
 from skylite.rollout.step_metrics import turn_metrics
-from skylite.types import Call, ImageTokens, Trajectory
+from skylite.types import Call, EncodedPrompt, Trajectory
 from tests.tiny_models import CHAT_TEMPLATE
 from tests.unit.environment_cases import ScriptedEngine, sample, to_text
 from tests.unit.test_openai_server import HELLO, open_log, post, visit
@@ -77,15 +76,9 @@ class Uneven(ScriptedEngine):
     """Answers prompts with "slow" later than others."""
 
     async def generate(
-        self,
-        model: str,
-        prompt: Sequence[int],
-        n: int,
-        sampling: Sampling,
-        version: int,
-        images: Sequence[ImageTokens] = (),
+        self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
     ) -> list[Call]:
-        await asyncio.sleep(1.5 if "slow" in to_text(prompt) else 0.0)
+        await asyncio.sleep(1.5 if "slow" in to_text(prompt.token_ids) else 0.0)
         return await super().generate(model, prompt, n, sampling, version)
 
 

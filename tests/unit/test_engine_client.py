@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from skylite.engine.interface import Sampling
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Call, ImageTokens
+from skylite.types import Call, EncodedPrompt
 from tests.unit.bad_server import SAMPLING, Behaviour, ask_for, choice, talk
 
 
@@ -195,7 +194,9 @@ def test_retries_are_bounded_and_a_good_reply_after_bad_ones_counts(tmp_path: Pa
             got = await talk(
                 tmp_path,
                 behave,
-                lambda c: RetryingEngine(c, backoff_s=(0.01, 0.02)).generate("m", [7], 1, SAMPLING, 3),
+                lambda c: RetryingEngine(c, backoff_s=(0.01, 0.02)).generate(
+                    "m", EncodedPrompt([7]), 1, SAMPLING, 3
+                ),
             )
         except EngineFailed:
             got = []
@@ -219,7 +220,9 @@ def test_a_refusal_is_not_retried(tmp_path: Path) -> None:
             talk(
                 tmp_path,
                 behave,
-                lambda c: RetryingEngine(c, backoff_s=(0.01,)).generate("m", [7], 1, SAMPLING, 3),
+                lambda c: RetryingEngine(c, backoff_s=(0.01,)).generate(
+                    "m", EncodedPrompt([7]), 1, SAMPLING, 3
+                ),
             )
         )
     assert count == 1
@@ -234,19 +237,13 @@ class LosingClient:
         self.found, self.asked = list(found), list[tuple[int, int]]()
 
     async def generate(
-        self,
-        model: str,
-        prompt_token_ids: list[int],
-        n: int,
-        sampling: Sampling,
-        version: int,
-        images: Sequence[ImageTokens] = (),
+        self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
     ) -> list[Call | None]:
         self.asked.append((n, sampling.seed))
         found = self.found.pop(0)
         calls = (
             Call(
-                prompt_token_ids=prompt_token_ids, completion_token_ids=[sampling.seed + i],
+                prompt_token_ids=list(prompt.token_ids), completion_token_ids=[sampling.seed + i],
                 sampling_logprobs=[-1.0], finish_reason="stop", adapter_version=version, text="",
             )
             for i in range(n)
@@ -257,7 +254,8 @@ class LosingClient:
 def test_a_completion_that_was_lost_is_sampled_again_with_its_own_seed() -> None:
     """With the first one's seed the group would hold one completion twice."""
     client = LosingClient({0, 2}, set(), {0}, {0})
-    samples = asyncio.run(RetryingEngine(client, (0.0, 0.0)).generate("m", [7], 4, SAMPLING, 3))  # type: ignore[arg-type]
+    engine = RetryingEngine(client, (0.0, 0.0))  # type: ignore[arg-type]
+    samples = asyncio.run(engine.generate("m", EncodedPrompt([7]), 4, SAMPLING, 3))
     assert [s.completion_token_ids for s in samples] == [[40], [41], [42], [43]]
     assert client.asked == [(4, 40), (1, 41), (1, 43), (1, 41)]
 
@@ -269,6 +267,8 @@ def test_a_group_with_missing_completions_fails_with_a_reason(tmp_path: Path) ->
             talk(
                 tmp_path,
                 sampled(aborted),
-                lambda c: RetryingEngine(c, backoff_s=(0.01,)).generate("m", [7], 1, SAMPLING, 3),
+                lambda c: RetryingEngine(c, backoff_s=(0.01,)).generate(
+                    "m", EncodedPrompt([7]), 1, SAMPLING, 3
+                ),
             )
         )

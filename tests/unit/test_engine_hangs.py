@@ -10,6 +10,7 @@ import pytest
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.watchdog import wait_for_hang
 from skylite.errors import EngineDead, EngineFailed
+from skylite.types import EncodedPrompt
 from tests.unit.bad_server import SAMPLING
 
 
@@ -39,7 +40,9 @@ def watch(client: Counter, *, busy: bool, limit_s: float = 1.5) -> EngineFailed 
 
     async def run() -> EngineFailed | None:
         engine = RetryingEngine(client)  # type: ignore[arg-type]
-        request = asyncio.ensure_future(engine.generate("m", [7], 1, SAMPLING, 0)) if busy else None
+        request = (
+            asyncio.ensure_future(engine.generate("m", EncodedPrompt([7]), 1, SAMPLING, 0)) if busy else None
+        )
         try:
             async with asyncio.timeout(limit_s):
                 return await wait_for_hang(engine, 0.4)
@@ -67,7 +70,7 @@ def test_an_engine_whose_requests_have_ended_does_not_hang() -> None:
     async def run() -> None:
         engine = RetryingEngine(Answering(5.0))  # type: ignore[arg-type]
         for _ in range(3):
-            await engine.generate("m", [7], 1, SAMPLING, 0)
+            await engine.generate("m", EncodedPrompt([7]), 1, SAMPLING, 0)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0):
                 await wait_for_hang(engine, 0.2)
@@ -106,7 +109,7 @@ def test_the_waits_grow_and_the_client_is_closed(monkeypatch: pytest.MonkeyPatch
     async def run() -> None:
         engine = RetryingEngine(client, (0.1, 0.2, 0.3))  # type: ignore[arg-type]
         with pytest.raises(EngineFailed, match="no answer"):
-            await engine.generate("m", [7], 1, SAMPLING, 0)
+            await engine.generate("m", EncodedPrompt([7]), 1, SAMPLING, 0)
         await engine.aclose()
 
     client = Failing(5.0)
@@ -122,7 +125,7 @@ def test_lost_time_counts_from_the_last_sign_of_work() -> None:
     async def run() -> None:
         client = Counter(1.0, 1.0, 1.0, 2.0)
         engine = RetryingEngine(client)  # type: ignore[arg-type]
-        request = asyncio.ensure_future(engine.generate("m", [7], 1, SAMPLING, 0))
+        request = asyncio.ensure_future(engine.generate("m", EncodedPrompt([7]), 1, SAMPLING, 0))
         assert engine.lost_s() == 0.0, "nobody watches it"
         watching = asyncio.ensure_future(wait_for_hang(engine, 0.8))
         await asyncio.sleep(0.7)  # polls at 0.2, 0.4 and 0.6; the next one sees the second token

@@ -22,7 +22,7 @@ from skylite.environments.single_turn import SingleTurn
 from skylite.environments.source import GroupRequest, gather_or_cancel, request_seed
 from skylite.errors import EngineFailed, RunFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import ImageTokens, Prompt, Score
+from skylite.types import EncodedPrompt, ImageTokens, Prompt, Score
 from tests.pictures import picture
 from tests.unit.bad_server import SAMPLING, ask_for, choice, talk
 from tests.unit.data_cases import prompt
@@ -42,7 +42,7 @@ def test_a_request_for_samples_sets_every_parameter(tmp_path: Path) -> None:
     """vLLM fills in what is missing from the model's generation_config.json."""
     sampling = replace(SAMPLING, temperature=0.7, top_p=0.9, top_k=20, stop_token_ids=(5, 6))
     _, seen = requests_of(
-        tmp_path, sampled(choice()), lambda c: c.generate("m", (7, 8), 1, sampling, version=3)
+        tmp_path, sampled(choice()), lambda c: c.generate("m", EncodedPrompt((7, 8)), 1, sampling, version=3)
     )
     body = {
         "model": "m", "prompt": [7, 8],
@@ -138,7 +138,7 @@ def test_requests_wait_while_the_engine_is_paused_and_continue_with_the_new_serv
     new = LosingClient({0})
 
     async def run() -> list[Any]:
-        request = asyncio.ensure_future(engine.generate("m", [7], 1, SAMPLING, 0))
+        request = asyncio.ensure_future(engine.generate("m", EncodedPrompt([7]), 1, SAMPLING, 0))
         await asyncio.sleep(0.05)
         assert not request.done()
         await engine.resume(new)  # type: ignore[arg-type]
@@ -229,7 +229,7 @@ def test_a_sample_has_what_vllm_returned(tmp_path: Path) -> None:
 def test_a_prompt_with_images_is_sent_as_token_ids_with_images(tmp_path: Path) -> None:
     """One token for each image: vLLM repeats it, and must arrive at the tokens that skylite counted."""
     data = picture(1, 8, 4)
-    images = [ImageTokens(1, 3, data), ImageTokens(5, 1, data)]
+    images = (ImageTokens(1, 3, data), ImageTokens(5, 1, data))
     reply = {
         "model": "m",
         "prompt_token_ids": [7, 9, 9, 9, 8, 9],
@@ -244,14 +244,14 @@ def test_a_prompt_with_images_is_sent_as_token_ids_with_images(tmp_path: Path) -
             {"index": 1, "finish_reason": "abort"},
         ],
     }
-    ids = reply["prompt_token_ids"]
+    ids: Any = reply["prompt_token_ids"]
     (call, dropped), seen = requests_of(
         tmp_path,
         replies(reply),
-        lambda c: c.generate("m", ids, 2, SAMPLING, version=3, images=images),
+        lambda c: c.generate("m", EncodedPrompt(ids, images), 2, SAMPLING, version=3),
     )
     assert (call.prompt_token_ids, call.completion_token_ids) == (ids, [1, 2])
-    assert (call.sampling_logprobs, call.images, dropped) == ([-1.0, -2.0], tuple(images), None)
+    assert (call.sampling_logprobs, call.images, dropped) == ([-1.0, -2.0], images, None)
     [(line, body)] = seen
     assert line == "POST /inference/v1/generate"
     url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
@@ -264,5 +264,5 @@ def test_a_prompt_with_images_is_sent_as_token_ids_with_images(tmp_path: Path) -
         requests_of(
             tmp_path,
             replies(reply),
-            lambda c: c.generate("m", ids[:-1], 2, SAMPLING, version=3, images=images[:1]),
+            lambda c: c.generate("m", EncodedPrompt(ids[:-1], images[:1]), 2, SAMPLING, version=3),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from skylite.engine.interface import Sampling
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.errors import EngineFailed
-from skylite.types import Call, ImageTokens
+from skylite.types import Call, EncodedPrompt
 from tests.unit.environment_cases import ScriptedEngine, environment, make_prompt, make_request, sample
 from tests.unit.test_episodes import THREE_TURNS
 
@@ -44,13 +43,7 @@ class Restarting:
         self.restart: asyncio.Task[None] | None = None
 
     async def generate(
-        self,
-        model: str,
-        prompt: list[int],
-        n: int,
-        sampling: Sampling,
-        version: int,
-        images: Sequence[ImageTokens] = (),
+        self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
     ) -> list[Call]:
         self.num_requests += 1
         if self.num_requests == self.fails_at:

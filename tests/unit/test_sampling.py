@@ -24,7 +24,7 @@ from skylite.rollout.session import Progress, Session
 from skylite.rollout.step_metrics import StepTimings, completion_view, step_metrics
 from skylite.run.rollout_file import read_examples, write_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir
-from skylite.types import Call, Group, ImageTokens, Prompt, Score, Trajectory
+from skylite.types import Call, EncodedPrompt, Group, Prompt, Score, Trajectory
 from skylite.ui.dashboard import Screen
 from tests.decisions import resolved
 from tests.logs import logged_messages
@@ -141,18 +141,13 @@ class FakeEngine:
         self.requests: list[tuple[int, Sampling]] = []
 
     async def generate(
-        self,
-        model: str,
-        ids: list[int],
-        n: int,
-        sampling: Sampling,
-        version: int,
-        images: Sequence[ImageTokens] = (),
+        self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
     ) -> list[Call]:
+        ids = list(prompt.token_ids)
         self.requests.append((ids[0], sampling))
         tokens = [7] * (ids[0] + 1)
         completion = Call(
-            prompt_token_ids=list(ids),
+            prompt_token_ids=ids,
             completion_token_ids=tokens,
             sampling_logprobs=[-0.5] * len(tokens),
             adapter_version=version,

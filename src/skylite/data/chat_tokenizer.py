@@ -23,7 +23,7 @@ from skylite.errors import ConfigError, DataError, ModelError
 from skylite.hub.resolve import model_files
 from skylite.progress_reporting import long_work
 from skylite.sandbox.sandbox import CallFailed, Limits, Sandbox
-from skylite.types import ImageTokens, Message, Prompt
+from skylite.types import EncodedPrompt, ImageTokens, Message, Prompt
 from skylite.untrusted_files import open_file, read_text
 from skylite.untrusted_text import parse_json
 
@@ -158,14 +158,6 @@ def _check_args(template: ChatTemplate, used: str, model: Path) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    """What an engine gets."""
-
-    token_ids: list[int]
-    images: tuple[ImageTokens, ...] = ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTokenizer:
     """A tokenizer, its chat template and the tokens that end a turn."""
@@ -187,7 +179,7 @@ class ChatTokenizer:
 
     def encode_chats(self, chats: Sequence[Chat]) -> list[list[int]]:
         """Token ids of the turns of each chat, followed by the generation prompt. Raises ModelError."""
-        return [encoded.token_ids for encoded in self.encode(chats)]
+        return [list(encoded.token_ids) for encoded in self.encode(chats)]
 
     def encode(self, chats: Sequence[Chat]) -> list[EncodedPrompt]:
         """The same with the places of their images."""

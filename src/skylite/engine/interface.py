@@ -17,7 +17,7 @@ from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate
 from skylite.engine.connections import Address
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Call, ImageTokens
+from skylite.types import Call, EncodedPrompt
 
 BASE_NAME = "base"
 """Served name of the model without an adapter."""
@@ -145,20 +145,13 @@ class Engine(Protocol):
         """A number that grows with every token of any request. Raises EngineDead if it reports its end."""
 
     async def generate(
-        self,
-        model: str,
-        prompt_token_ids: Sequence[int],
-        n: int,
-        sampling: Sampling,
-        version: int,
-        images: Sequence[ImageTokens] = (),
+        self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
     ) -> Sequence[Call | None]:
         """[n] completions of one prompt; None for one that the engine dropped.
 
         Args:
             model: BASE_NAME or the name of an adapter version.
             version: recorded in each completion.
-            images: of the prompt, in order.
         """
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from skylite.engine.interface import Engine, Sampling
 from skylite.errors import EngineFailed, RunFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Call, ImageTokens
+from skylite.types import Call, EncodedPrompt
 
 T = TypeVar("T")
 
@@ -60,25 +60,19 @@ class RetryingEngine:
         await old.aclose()
 
     async def generate(
-        self,
-        model: str,
-        prompt_token_ids: Sequence[int],
-        n: int,
-        sampling: Sampling,
-        version: int,
-        images: Sequence[ImageTokens] = (),
+        self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
     ) -> list[Call]:
         """`n` completions of one prompt. Requests missing completions again, each with its own seed.
 
         Raises RunFailed if some stay missing, SyncFailed if the reply names another model, and EngineFailed
         after the last attempt.
         """
-        calls = await self._generate(model, prompt_token_ids, n, sampling, version, images)
+        calls = await self._generate(model, prompt, n, sampling, version)
         for _ in self._backoff_s:
             for index in [i for i in range(n) if i not in calls]:
                 # Call i of a request uses seed + i, so this equals the missing completion.
                 seeded = replace(sampling, seed=sampling.seed + index)
-                one = await self._generate(model, prompt_token_ids, 1, seeded, version, images)
+                one = await self._generate(model, prompt, 1, seeded, version)
                 if 0 in one:
                     calls[index] = one[0]
         if len(calls) < n:
@@ -125,18 +119,10 @@ class RetryingEngine:
         self._worked_at = at
 
     async def _generate(
-        self,
-        model: str,
-        prompt_token_ids: Sequence[int],
-        n: int,
-        sampling: Sampling,
-        version: int,
-        images: Sequence[ImageTokens],
+        self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
     ) -> dict[int, Call]:
         """The completions that the engine did not drop, by index."""
-        calls = await self._with_retries(
-            lambda client: client.generate(model, prompt_token_ids, n, sampling, version, images)
-        )
+        calls = await self._with_retries(lambda client: client.generate(model, prompt, n, sampling, version))
         return {index: call for index, call in enumerate(calls) if call is not None}
 
     async def _with_retries(self, request: Callable[[Engine], Awaitable[T]]) -> T:

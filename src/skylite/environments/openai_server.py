@@ -35,7 +35,7 @@ from skylite.environments.renderer import Renderer
 from skylite.environments.trajectory_log import AnsweredRequest, TrajectoryLog, told_since_reply
 from skylite.errors import SkyliteError
 from skylite.processes.own_peers import OwnPeersProtocol
-from skylite.types import Call, End
+from skylite.types import Call, EncodedPrompt, End
 from skylite.untrusted_text import plain
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class OpenAIServer:
             stop=(*rollout.stop, *stop),
             seed=_call_seed(log, ids),
         )
-        return (await log.engine.generate(log.model, ids, 1, sampling, log.version))[0]
+        return (await log.engine.generate(log.model, EncodedPrompt(ids), 1, sampling, log.version))[0]
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:

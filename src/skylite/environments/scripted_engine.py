@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skylite.engine.interface import Sampling
-from skylite.types import Call, ImageTokens
+from skylite.types import Call, EncodedPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,20 +18,14 @@ class ScriptedEngine:
     stop_token_id: int
 
     async def generate(
-        self,
-        model: str,
-        prompt_token_ids: Sequence[int],
-        n: int,
-        sampling: Sampling,
-        version: int,
-        images: Sequence[ImageTokens] = (),
+        self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
     ) -> list[Call]:
         """`n` equal completions; a long reply is cut at the limit."""
         ids = [*self.replies[sampling.seed % len(self.replies)], self.stop_token_id]
         cut = len(ids) > sampling.max_tokens
         ids = ids[: sampling.max_tokens]
         call = Call(
-            prompt_token_ids=list(prompt_token_ids),
+            prompt_token_ids=list(prompt.token_ids),
             completion_token_ids=ids,
             sampling_logprobs=[0.0] * len(ids),
             finish_reason="length" if cut else "stop",

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from skylite.config.train import TrainConfig
-from skylite.data.chat_tokenizer import ChatTokenizer, EncodedPrompt, encode_in_thread
+from skylite.data.chat_tokenizer import ChatTokenizer, encode_in_thread
 from skylite.engine.interface import Sampling
 from skylite.environments.source import EVAL_STEP, GroupRequest, OnGroup, gather_or_cancel, request_seed
-from skylite.types import Group, Prompt, Score, Trajectory
+from skylite.types import EncodedPrompt, Group, Prompt, Score, Trajectory
 
 MAX_EVALUATED_AT_ONCE = 64
 """Requests in flight of an evaluation, which may have thousands of prompts."""
@@ -77,12 +77,7 @@ class SingleTurn:
             seed=request_seed(self.config.seed, request.step, index),
         )
         calls = await request.engine(index).generate(
-            request.model,
-            encoded.token_ids,
-            request.group_size,
-            sampling,
-            request.version,
-            encoded.images,
+            request.model, encoded, request.group_size, sampling, request.version
         )
         scores = await self.scorer.score([(prompt, call.text) for call in calls])
         trajectories = [

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from skylite.engine.interface import Sampling
-from skylite.types import Call, Group, ImageTokens, Prompt
+from skylite.types import Call, EncodedPrompt, Group, Prompt
 
 T = TypeVar("T")
 EVAL_STEP = -1
@@ -26,13 +26,7 @@ class Sampler(Protocol):
     """What replies are sampled from: an engine of the run, or scripted_engine.py."""
 
     async def generate(
-        self,
-        model: str,
-        prompt_token_ids: Sequence[int],
-        n: int,
-        sampling: Sampling,
-        version: int,
-        images: Sequence[ImageTokens] = (),
+        self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
     ) -> list[Call]:
         """`n` completions of one prompt."""
 

@@ -124,7 +124,7 @@ class ReadImages:
             if key >= 0:
                 rows.append(-1)
                 continue
-            # An image's tokens stand together, so this counts through it, for each of its places anew.
+            # The tokens of an image follow each other. At its next place the count begins again.
             rows.append(firsts[key] + seen[key] % counts[key])
             seen[key] += 1
         return ImageCall(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import httpx
@@ -17,7 +16,7 @@ from skylite.engine.interface import Sampling
 from skylite.engine.vllm.plugin.batched_outputs import MARK
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Call, ImageTokens
+from skylite.types import Call, EncodedPrompt
 
 REQUEST_TIMEOUT_S = 1800.0
 """Long, because a group may queue behind others on a slow engine. The watchdog detects hangs earlier."""
@@ -163,20 +162,14 @@ class VllmClient:
         return total
 
     async def generate(
-        self,
-        model: str,
-        prompt_token_ids: Sequence[int],
-        n: int,
-        sampling: Sampling,
-        version: int,
-        images: Sequence[ImageTokens] = (),
+        self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
     ) -> list[Call | None]:
         """[n] completions of one prompt; None for those that vLLM aborted or left out.
 
         Args:
             model: served name of the base or of an adapter version. The reply must name it too.
+            prompt: of an image, vLLM gets one token, and must make as many of it as we did.
             version: recorded in each completion.
-            images: of the prompt. vLLM gets one token for each, and must make as many of it as we did.
 
         Raises SyncFailed if the reply names another model, EngineFailed without a usable reply, and RunFailed
         if vLLM rejects the request.
@@ -198,11 +191,11 @@ class VllmClient:
             "logprobs": 0,
         }
         request = {"model": model, "return_token_ids": True}
-        if images:
-            request |= _of_images(prompt_token_ids, images) | {"sampling_params": parameters}
+        if prompt.images:
+            request |= _of_images(prompt) | {"sampling_params": parameters}
             reply = (await self._complete(request, _ImageReply, GENERATE)).as_completions()
         else:
-            request |= {"prompt": list(prompt_token_ids), "vllm_xargs": {MARK: 1}} | parameters
+            request |= {"prompt": list(prompt.token_ids), "vllm_xargs": {MARK: 1}} | parameters
             reply = await self._complete(request, _SampleReply)
         if reply.model != model:
             raise SyncFailed(
@@ -214,8 +207,7 @@ class VllmClient:
         calls: list[Call | None] = [None] * n
         for choice in reply.choices:
             if isinstance(choice, _Choice):
-                call = self._to_sample(choice, prompt_token_ids, sampling, version)
-                calls[choice.index] = replace(call, images=tuple(images))
+                calls[choice.index] = self._to_sample(choice, prompt, sampling, version)
         return calls
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
@@ -281,15 +273,13 @@ class VllmClient:
                 f"{self.name} sent a malformed reply to {path}: {where}: {first['msg']}."
             ) from None
 
-    def _to_sample(
-        self, choice: _Choice, prompt_token_ids: Sequence[int], sampling: Sampling, version: int
-    ) -> Call:
+    def _to_sample(self, choice: _Choice, prompt: EncodedPrompt, sampling: Sampling, version: int) -> Call:
         """Convert a choice. Raises EngineFailed if its prompt or its lengths do not fit the request."""
         tokens, logprobs = choice.token_ids, choice.logprobs.token_logprobs
-        if choice.prompt_token_ids != list(prompt_token_ids):
+        if choice.prompt_token_ids != list(prompt.token_ids):
             raise EngineFailed(
                 f"{self.name} sampled from another prompt than it was sent: "
-                f"{_difference(choice.prompt_token_ids, prompt_token_ids)}. Its completion was discarded."
+                f"{_difference(choice.prompt_token_ids, prompt.token_ids)}. Its completion was discarded."
             )
         if len(tokens) != len(logprobs) or len(tokens) > sampling.max_tokens:
             raise EngineFailed(
@@ -303,15 +293,16 @@ class VllmClient:
             finish_reason=choice.finish_reason,
             adapter_version=version,
             text=choice.text,
+            images=prompt.images,
         )
 
 
-def _of_images(token_ids: Sequence[int], images: Sequence[ImageTokens]) -> dict[str, Any]:
+def _of_images(prompt: EncodedPrompt) -> dict[str, Any]:
     """What GENERATE takes in place of a prompt: of the tokens of an image, the first."""
-    inner = {i for image in images for i in range(image.start + 1, image.start + image.length)}
+    inner = {i for image in prompt.images for i in range(image.start + 1, image.start + image.length)}
     return {
-        "token_ids": [token for i, token in enumerate(token_ids) if i not in inner],
-        "content_parts": [{"type": "image_url", "url": data_uri(image.data)} for image in images],
+        "token_ids": [token for i, token in enumerate(prompt.token_ids) if i not in inner],
+        "content_parts": [{"type": "image_url", "url": data_uri(image.data)} for image in prompt.images],
         "output_mode": "text",
     }
 
