@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from write_or_check import write_or_check
+from write_or_check import with_section, write_or_check
 
 from skylite.config.resolved import MemoryPlan
 from skylite.config.train import TrainConfig
@@ -38,7 +38,6 @@ from skylite.resources.gpu_placement import GpuChoice
 from skylite.rollout.plan import device_defaults
 
 PAGE = Path(__file__).resolve().parent / "how-to" / "gpus.md"
-BEGIN, END = "<!-- what-fits: begin -->", "<!-- what-fits: end -->"
 SHAPES = {
     # hidden, MLP, layers, attention heads, key-value heads, vocabulary, tied LM head, from each config.json
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
@@ -246,9 +245,7 @@ def table(folders: dict[str, Path], columns: dict[str, tuple[int, list[Layout]]]
 
 def pages() -> dict[Path, str]:
     """gpus.md -> its text with new tables."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    return {PAGE: f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"}
+    return with_section(PAGE, "what-fits", tables())
 
 
 if __name__ == "__main__":

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from write_or_check import ROOT, write_or_check
+from write_or_check import ROOT, with_section, write_or_check
 
 PAGE = Path(__file__).resolve().parent / "how-to" / "gpus.md"
-BEGIN, END = "<!-- gpu-check: begin -->", "<!-- gpu-check: end -->"
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 H100_FLOPS = 989e12
 """Of an H100's and H200's data sheet, bfloat16 without sparsity: the field's unit for such figures."""
@@ -136,10 +135,7 @@ READERS: dict[str, Callable[[Found], Iterator[Row]]] = {
 
 def pages() -> dict[Path, str]:
     """The page with the table of the newest results."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    written = table(json.loads(RESULTS.read_text(encoding="utf-8")))
-    return {PAGE: f"{before}{BEGIN}\n\n{written}\n\n{END}{after}"}
+    return with_section(PAGE, "gpu-check", table(json.loads(RESULTS.read_text(encoding="utf-8"))))
 
 
 if __name__ == "__main__":

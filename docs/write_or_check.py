@@ -21,6 +21,13 @@ def write_or_check(pages: Mapping[Path, str], about: str | None) -> None:
         print(f"wrote {path}")
 
 
+def with_section(page: Path, name: str, text: str) -> dict[Path, str]:
+    """The page with this text between its comments `NAME: begin` and `NAME: end`."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    return {page: f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}"}
+
+
 def stale_text(pages: Mapping[Path, str]) -> str:
     """Which pages are stale and what to do, in one sentence; empty if none is."""
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text("utf-8") != text]

@@ -49,8 +49,10 @@ def test_two_ranks_that_run_out_of_memory_resume_without_max_restarts(project: P
     assert [run.read_json(run.trainer_step_path(k))["tokens_per_micro_batch"] for k in (2, 3)] == [64, 64]
     for rank in range(2):
         sizes = [int(size) for size in (run.root / f"sizes-{rank}").read_text().split()]
-        assert sizes[0] == 8, f"the two groups of rank {rank} in one micro-batch"
-        assert sizes[-4:] == [4, 4, 4, 4], f"one group in each of rank {rank}, in steps 2 and 3"
+        assert sizes[:2] == [8, 8], (
+            f"rank {rank}: two groups in one micro-batch, in step 1 and before the failure"
+        )
+        assert set(sizes[2:]) == {4}, f"rank {rank}: one group in each micro-batch of steps 2 and 3"
 
     choices = read_run_config(run.config_path).resolved.choices
     assert any(choice.startswith("packing: tree; ") for choice in choices)

@@ -77,6 +77,6 @@ def test_the_gpu_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
     subprocess.run([*command, "--until", "400"], cwd=ROOT, check=True)
     kinds = json.loads(out.read_bytes())["kinds"]
     assert {(len(rows), rows[0]["tokens"]) for rows in kinds.values()} == {(1, 4 * 2 * 24)}
-    logprobs = ("+ logprobs", "+ logprobs in batches", "")
+    logprobs = ("+ logprobs in batches", "+ logprobs", "")
     assert [*kinds] == [f"{model} {words}".strip() for model in ("LoRA", "base") for words in logprobs]
     assert not any("wrong_form" in row for rows in kinds.values() for row in rows)

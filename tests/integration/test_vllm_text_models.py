@@ -40,6 +40,9 @@ MODELS: dict[str, tuple[Dtype, list[str]]] = {
 NOISE = {"float32": 2e-5, "bfloat16": 0.1}
 """Largest |engine - trainer| for the base in nats. In float32 also with an adapter."""
 
+STRONGER = {"in_proj_a": 100, "in_proj_b": 10}
+"""Decay and gate of a delta net move bfloat16's logprobs by less than their rounding otherwise."""
+
 
 def engine_logprobs(server: EngineServer, model: str) -> list[float]:
     found = []
@@ -53,11 +56,11 @@ def engine_logprobs(server: EngineServer, model: str) -> list[float]:
 
 @contextmanager
 def only(policy: Policy, kind: str) -> Iterator[None]:
-    """Set the B matrices of every other kind of module to 0 inside the block."""
+    """Inside the block all B matrices but this kind's are 0, and a weak kind's are `STRONGER`."""
     before = {name: param.data.clone() for name, param in policy.lora.items()}
     for name, param in policy.lora.items():
-        if "lora_B" in name and f".{kind}.lora_B" not in name.replace(".base_layer", ""):
-            param.data.zero_()
+        if "lora_B" in name:
+            param.data *= STRONGER.get(kind, 1) * (f".{kind}.lora_B" in name.replace(".base_layer", ""))
     yield
     for name, param in policy.lora.items():
         param.data.copy_(before[name])
@@ -92,7 +95,7 @@ def test_vllm_applies_the_adapter_of_every_kind_of_module(family: str, tmp_path:
             move = [a - b for a, b in zip(moved[kind], base, strict=True)]
             seen = [a - b for a, b in zip(found, own_base, strict=True)]
             share = sum(a * b for a, b in zip(seen, move, strict=True)) / sum(a * a for a in move)
-            assert abs(share - 1) < (1e-3 if dtype == "float32" else 0.35), (kind, share)
+            assert abs(share - 1) < (1e-3 if dtype == "float32" else 0.05), (kind, share)
             gap = max(abs(a - b) for a, b in zip(found, moved[kind], strict=True))
             assert gap < NOISE[dtype] or dtype == "bfloat16", (kind, gap)
 
