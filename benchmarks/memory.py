@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py --model MODEL_FOLDER --out benchmarks/results/memory_cpu.json
     python benchmarks/memory.py --runs RUN_FOLDERS
-    python benchmarks/memory.py --fake benchmarks/results/fake_peaks.json
+    python benchmarks/memory.py --fake benchmarks/results/fake_step.json
 
 The prediction is resources/gpu_memory_plan.py. A pass is a forward and backward pass over one group, in a
 process of its own; its bytes are the growth of the resident set. --engines also starts a vLLM server and sums

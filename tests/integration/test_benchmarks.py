@@ -79,3 +79,25 @@ def check_loop(found: dict[str, Any]) -> None:
     assert all("canary/gap_max" in step for step in found["steps"])
     assert "engine_log" in found
     assert {"skylite.log", "trainer.log"} <= set(found["logs"])
+
+
+def test_kernels_save_launches_and_memory_on_fake_tensors(tmp_path: Path) -> None:
+    out = tmp_path / "fake.json"
+    command = [sys.executable, "benchmarks/fake_step.py", "--shapes", "tiny", "--checkpointing", "none"]
+    done = subprocess.run(
+        [*command, "--prompt", "50", "--completions", "20", "30", "--out", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["form"]: row for row in json.loads(out.read_bytes())["rows"]}
+    assert {row["nodes"] for row in rows.values()} == {50 + 20 + 30}
+    flex, kernels = (rows[form] for form in ("torch, flex", "kernels, flex"))
+    assert "Triton's kernels" not in flex["ms"]
+    # Hidden 64, 2 layers: two norms, SwiGLU and rotary embedding each forward and backward, norm and head.
+    assert kernels["ms"]["Triton's kernels"] == pytest.approx(1e3 * 2e-6 * (2 * 8 + 2 + 2), abs=0.01)
+    assert kernels["launches_per_layer"] < flex["launches_per_layer"]
+    assert kernels["peak"] < flex["peak"]
