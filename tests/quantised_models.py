@@ -103,6 +103,30 @@ def awq(weight: Tensor) -> dict[str, Tensor]:
     }
 
 
+def bits4(weight: Tensor, kind: str = "nf4", *, nested: bool) -> dict[str, Tensor]:
+    """As bitsandbytes stores a matrix, with blocks of 64; the values of a half byte are made up."""
+    values = torch.linspace(-1, 1, 16) ** 3
+    blocks = weight.reshape(-1, 64)
+    scales = blocks.abs().amax(1)
+    numbers = ((blocks / scales[:, None])[..., None] - values).abs().argmin(-1).flatten().to(torch.uint8)
+    state: dict[str, Any] = {
+        "quant_type": kind,
+        "blocksize": 64,
+        "dtype": "float32",
+        "shape": [*weight.shape],
+    }
+    parts = {"weight": (numbers[::2] << 4 | numbers[1::2])[:, None], "weight.quant_map": values}
+    if nested:
+        of_scales, offset = torch.linspace(-1, 1, 256), scales.mean()
+        largest = torch.stack([block.abs().max() for block in (scales - offset).split(256)])
+        relative = (scales - offset) / largest.repeat_interleave(256)[: len(scales)]
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": float(offset)}
+        parts |= {"weight.nested_absmax": largest, "weight.nested_quant_map": of_scales}
+        scales = (relative[:, None] - of_scales).abs().argmin(-1).to(torch.uint8)
+    data = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    return parts | {"weight.absmax": scales, f"weight.quant_state.bitsandbytes__{kind}": data}
+
+
 def compressed(form: str, activations: Mapping[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
     """A quantization_config of compressed-tensors."""
     weights = {"symmetric": True, "dynamic": False, **weights}
@@ -122,6 +146,7 @@ DYNAMIC: dict[str, Any] = {
 }
 FLOAT8: dict[str, Any] = {"num_bits": 8, "type": "float"}
 INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
     "fp8 block": (
@@ -144,6 +169,8 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantise]] = {
     ),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}, gptq),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True}, awq),
+    "nf4": (NF4, lambda w: bits4(w, nested=False)),
+    "nf4 nested": ({**NF4, "bnb_4bit_use_double_quant": True}, lambda w: bits4(w, nested=True)),
 }  # fmt: skip
 
 

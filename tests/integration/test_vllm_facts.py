@@ -39,6 +39,8 @@ from tests.unit.engine_cases import SPEC as CPU_SPEC
 
 pytestmark = pytest.mark.vllm
 GIB = 2**30
+WIDENED = ("awq", "nf4 nested")
+"""Formats of tests/quantised_models.py that vLLM loads as plain models."""
 SPEC = replace(
     CPU_SPEC,
     device="cuda",
@@ -133,7 +135,7 @@ def commands() -> list[list[str]]:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     made = {family: make_tiny_model(root / family, family) for family in {f for f, *_ in SLOTS.values()}}
-    return made | {"awq": quantise_model(made["qwen3"], root / "awq", "awq")}
+    return made | {name: quantise_model(made["qwen3"], root / name, name) for name in WIDENED}
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +157,9 @@ def answers(models: dict[str, Path], adapters: dict[str, Any]) -> dict[str, Any]
     questions |= {f"{gpus} GPUs": ["divided_layers", gpus] for gpus in GPUS}
     questions["models"] = ["servable_models"]
     questions |= {f"quantised {dtype}": ["quantised_differences", dtype] for dtype in ("float32", "bfloat16")}
-    launched = VllmLauncher().command(replace(CPU_SPEC, model_path=models["awq"]))[3:]
-    questions["loaded"] = ["loaded_as_plain", launched, str(models["awq"] / LOADED)]
+    for name in WIDENED:
+        launched = VllmLauncher().command(replace(CPU_SPEC, model_path=models[name]))[3:]
+        questions[f"loaded {name}"] = ["loaded_as_plain", launched, str(models[name] / LOADED)]
     questions |= {f: ["adapter_deltas", str(a), str(a / DELTAS)] for f, (a, _) in adapters.items()}
     command = [sys.executable, "-m", "tests.integration.in_vllm"]
     done = subprocess.run(
@@ -197,12 +200,13 @@ def test_quantised_matrices_have_vllms_values(dtype: str, answers: dict[str, Any
     assert answers[f"quantised {dtype}"] == dict.fromkeys(names, 0.0)
 
 
+@pytest.mark.parametrize("name", WIDENED)
 def test_vllm_loads_a_quantised_model_as_a_plain_one(
-    answers: dict[str, Any], models: dict[str, Path], tmp_path: Path
+    name: str, answers: dict[str, Any], models: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert answers["loaded"] is None
-    loaded = load_file(models["awq"] / LOADED)
-    values = load_file(widen_model(models["awq"], tmp_path / "widened") / "model.safetensors")
+    assert answers[f"loaded {name}"] is None
+    loaded = load_file(models[name] / LOADED)
+    values = load_file(widen_model(models[name], tmp_path / "widened") / "model.safetensors")
     for layer in ("model.layers.0", "model.layers.1"):
         for packed, names in (
             ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),

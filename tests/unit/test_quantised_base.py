@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,26 @@ from skylite.config.train import TrainConfig
 from skylite.engine.model_limits import check_trainable
 from skylite.engine.model_sizes import model_sizes
 from skylite.engine.vllm.launcher import VllmLauncher
-from skylite.engine.vllm.memory import engine_memory
-from skylite.engine.vllm.models import check_lora
 from skylite.errors import ConfigError, ModelError
 from skylite.export.plan import plan_export
 from skylite.export.run import export
 from skylite.hub.quantised import grouped, read_format
+from skylite.hub.text_model import model_shapes
 from skylite.model.loading import load_base
 from skylite.model.process_group import Dist
 from skylite.model.quantised_weights import QuantisedWeight
 from skylite.processes.hardware import choose_dtype
 from skylite.resources.gpu_memory_plan import trainer_memory
-from tests.quantised_models import DYNAMIC, FLOAT8, FORMATS, INT4, compressed, quantise_model, widen_model
+from tests.quantised_models import (
+    DYNAMIC,
+    FLOAT8,
+    FORMATS,
+    INT4,
+    NF4,
+    compressed,
+    quantise_model,
+    widen_model,
+)
 from tests.tiny_models import make_tiny_model
 from tests.unit.engine_cases import SPEC
 from tests.unit.export_cases import flags, make_run
@@ -49,7 +58,10 @@ def awq(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "by bitsandbytes, which skylite does not read and"),
+    "bitsandbytes in 8 bits": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True}, "in 8 bits, whose products round activations"
+    ),
+    "bitsandbytes in other bytes": ({**NF4, "bnb_4bit_quant_storage": "bfloat16"}, "stored in bfloat16"),
     "mxfp4": ({"quant_method": "mxfp4"}, "by mxfp4, which skylite does not read"),
     "activations in 8 bits": (compressed("pack-quantized", DYNAMIC, **INT4), "with activations in 8 bits"),
     "int8 for activations": (
@@ -147,23 +159,68 @@ def test_a_quantised_base_is_announced_and_not_offloaded(awq: Path, plain: Path)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("ct fp8 tensor", "rounds q, k and v of a layer again to one scale"),
+        ("nf4 nested", "vLLM does not read bitsandbytes"),
+        ("ct fp8 tensor", "would round q, k and v of a layer again to one scale"),
         ("ct fp8 block", r"computes blocks of 128 x 128, and these are of \(48, 40\)"),
         ("fp8 tensor", ""),
         ("ct fp8 channel", ""),
         ("gptq", ""),
     ],
 )
-def test_fp8_that_vllm_computes_with_other_values_is_refused_on_a_gpu(
+def test_on_a_gpu_vllm_loads_the_widened_matrices_of_what_it_would_compute_otherwise(
     name: str, words: str, plain: Path, tmp_path: Path
 ) -> None:
-    model = quantise_model(plain, tmp_path / "m", name)
-    check_lora(model, "cpu")
-    if not words:
-        check_lora(model, "cuda")
-        return
-    with pytest.raises(ModelError, match=words):
-        check_lora(model, "cuda")
+    model, launcher, config = quantise_model(plain, tmp_path / "m", name), VllmLauncher(), TrainConfig()
+    assert launcher.check_model(model, "cpu", 8) == ""
+    note, reason = launcher.check_model(model, "cuda", 8), launcher.bf16_reason(model, "cuda")
+    spec = replace(SPEC, model_path=model, device="cuda", dtype="bfloat16")
+    command, variable = launcher.command(spec), launcher.environment(spec)["SKYLITE_WIDENED_BASE"]
+    bytes_of = [
+        launcher.memory(config, m, "cuda", "bfloat16", cpu_lora="dense").weights for m in (model, plain)
+    ]
+    if words:
+        assert re.fullmatch(f"vLLM holds m widened, in 16 bits: .*{words}.*", note)
+        assert (variable, reason, "--linear-backend" in command) == ("bfloat16", "", False)
+        assert json.loads(command[command.index("--hf-overrides") + 1])["quantization_config"] is None
+        assert bytes_of[0] == bytes_of[1]
+    else:
+        assert (variable, note, "--hf-overrides" in command) == ("", "", False)
+        assert reason == "vLLM computes quantised weights in no other type"
+        assert bytes_of[0] < bytes_of[1]
+
+
+def test_the_shapes_of_4_bit_matrices_come_from_their_json(plain: Path, tmp_path: Path, dist: Dist) -> None:
+    model = quantise_model(plain, tmp_path / "nf4", "nf4 nested")
+    assert check_trainable(model).startswith("nf4 is quantised (bitsandbytes NF4): it stays so")
+    assert model_shapes(model) == model_shapes(plain)
+    sizes = model_sizes(model, LoraConfig())
+    assert sizes.quantised == MATRICES
+    per_matrix = 16 * 4 + 256 * 4 + 4 + 110  # two maps, a scale of scales, about 110 bytes of JSON
+    assert sizes.quantised_bytes == pytest.approx(MATRICES / 2 + MATRICES / 64 + 14 * per_matrix, rel=0.02)
+    base, how = load_base(str(model), torch.float32, dist, offload=False)
+    assert how == "base model: bitsandbytes NF4, kept so"
+    assert base.get_parameter("model.layers.0.self_attn.k_proj.weight").shape == (32, 64)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"shape": [64, 64], "blocksize": 48}, "that skylite does not widen"),
+        ({"shape": [64, 64], "blocksize": 64, "nested_offset": 0.1}, "that skylite does not widen"),
+        ({"shape": [64], "blocksize": 64}, "that cannot be read: ValueError"),
+        ({"shape": [64, 64]}, "that cannot be read: KeyError 'blocksize'"),
+    ],
+)
+def test_a_quant_state_that_is_not_as_config_json_says_is_refused(
+    state: dict[str, Any], words: str, plain: Path, tmp_path: Path
+) -> None:
+    model = quantise_model(plain, tmp_path / "nf4", "nf4")
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight.quant_state.bitsandbytes__nf4"
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"^The quantised model\.layers\.1\.self_attn\.q_proj .*{words}"):
+        model_shapes(model)
 
 
 def test_modules_and_sizes_are_those_of_the_plain_model(awq: Path, plain: Path) -> None:
@@ -184,8 +241,8 @@ def test_memory_counts_the_stored_bytes_and_one_widened_matrix(awq: Path, plain:
     assert of_16_bits - trainer == 2 * MATRICES - sizes.quantised_bytes - 64 * 128 * (3 * 2 + 4)
     on_gpu, on_cpu = (
         [
-            engine_memory(s, config, device, dtype, max_loras=1, cpu_lora="dense").weights
-            for s in (sizes, of_plain)
+            VllmLauncher().memory(config, model, device, dtype, cpu_lora="dense").weights
+            for model in (awq, plain)
         ]
         for device, dtype in (("cuda", "bfloat16"), ("cpu", "float32"))
     )

@@ -12,7 +12,7 @@ from skylite.adapters.experts import expert_layers
 from skylite.adapters.target_modules import EXPERTS, pattern_value, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.tensor_parallel import HEADS
-from skylite.hub.quantised import quantised_modules
+from skylite.hub.quantised import quantised_modules, split_name
 from skylite.hub.resolve import tensor_bytes
 from skylite.hub.text_model import (
     TEXT_PATH,
@@ -91,6 +91,10 @@ class ModelSizes:
         """Of the weights, with `item` bytes for an element that is not quantised."""
         return (self.parameters - self.quantised) * item + self.quantised_bytes
 
+    def widened(self) -> ModelSizes:
+        """Those of the same model without quantisation."""
+        return replace(self, quantised=0, quantised_bytes=0, largest_quantised=0)
+
     def per_gpu(self, gpus: int) -> ModelSizes:
         """The part of each of `gpus` GPUs, but for small copies of norms, routers and paddings."""
         heads = min(gpus, self.cached_heads)
@@ -145,7 +149,7 @@ def model_sizes(model_path: Path, lora: LoraConfig, critic: LoraConfig | None = 
         sizes = replace(
             sizes,
             quantised=sum(counts),
-            quantised_bytes=sum(size for n, size in stored.items() if n.rpartition(".")[0] in modules),
+            quantised_bytes=sum(size for n, size in stored.items() if split_name(form, n)[0] in modules),
             largest_quantised=max(counts, default=0),
         )
     return sizes if critic is None else replace(sizes, critic_lora=model_sizes(model_path, critic).lora)

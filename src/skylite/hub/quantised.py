@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from skylite.errors import ModelError
-from skylite.hub.resolve import weight_files
+from skylite.hub.resolve import small_tensors, tensor_shapes, weight_files
 from skylite.untrusted_files import regular
+from skylite.untrusted_text import parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +23,13 @@ if TYPE_CHECKING:
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where AWQ puts eight neighbours in an int32."""
+PACKED = ("float8", "uint8")
+"""dtypes of a quantised matrix that is stored under the name of a plain one."""
+NESTED_BLOCK = 256
+"""Scales of bitsandbytes that share a scale of their own; its own products take no other number."""
 REMEDY = (
-    "Use a version in FP8, or in weight-only INT4 or INT8 of compressed-tensors, GPTQ or AWQ, or the 16-bit "
-    "model that it was made from."
+    "Use a version in FP8, in NF4, or in weight-only INT4 or INT8 of compressed-tensors, GPTQ or AWQ, or the "
+    "16-bit model that it was made from."
 )
 
 
@@ -45,6 +50,9 @@ class Format(Protocol):
 
     def shape(self, stored: Sequence[int]) -> list[int]:
         """[O, I] of the matrix whose first part is stored in this shape."""
+
+    def prepare(self, module: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The stored parts of a module as `widen` takes them. Raises ModelError for damaged ones."""
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """[O, I] in `dtype`: the values of a matrix."""
@@ -68,6 +76,9 @@ class Fp8:
 
     def shape(self, stored: Sequence[int]) -> list[int]:
         return list(stored)
+
+    def prepare(self, module: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return parts
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         weight, scale = parts["weight"], parts[self.scale].to(dtype)
@@ -94,6 +105,9 @@ class PackedInt:
     def shape(self, stored: Sequence[int]) -> list[int]:
         return [stored[0], stored[1] * 32 // self.bits]
 
+    def prepare(self, module: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return parts
+
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         numbers = _unpack(parts["weight_packed"], self.bits, dim=1)
         zeros = None if self.symmetric else _unpack(parts["weight_zero_point"], self.bits, dim=0)
@@ -112,6 +126,9 @@ class Gptq:
     def shape(self, stored: Sequence[int]) -> list[int]:
         return [stored[1], stored[0] * 32 // self.bits]
 
+    def prepare(self, module: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return parts
+
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         numbers = _unpack(parts["qweight"], self.bits, dim=0).t()
         return _scaled(numbers, None, parts["scales"].to(dtype).t(), self.bits)
@@ -128,6 +145,9 @@ class Awq:
     def shape(self, stored: Sequence[int]) -> list[int]:
         return [stored[1] * 8, stored[0]]
 
+    def prepare(self, module: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        return parts
+
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         numbers, zeros = (
             _groups(_unpack(parts[part], 4, dim=1), 8)[..., AWQ_ORDER].flatten(1).t()
@@ -136,17 +156,104 @@ class Awq:
         return _scaled(numbers, zeros, parts["scales"].to(dtype).t(), 4)
 
 
+@dataclass(frozen=True, slots=True)
+class Bits4:
+    """bitsandbytes: two 4-bit indices into a map of 16 values in each uint8, and a scale for each block.
+
+    Nested: a scale is an index into a map of 256 values, times the scale of NESTED_BLOCK of them, plus an
+    offset.
+    """
+
+    name: str
+    kind: Literal["nf4", "fp4"]
+    nested: bool
+    unused: tuple[str, ...] = field(default=())
+
+    @property
+    def state(self) -> str:
+        """The part that holds the shape, the size of a block and the offset as JSON."""
+        return f"weight.quant_state.bitsandbytes__{self.kind}"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        nested = ("weight.nested_absmax", "weight.nested_quant_map") if self.nested else ()
+        return ("weight", "weight.absmax", "weight.quant_map", self.state, *nested)
+
+    def shape(self, stored: Sequence[int]) -> list[int]:
+        return [stored[0], stored[1] * 2]
+
+    def prepare(self, module: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Bytes and scales in rows of the matrix, and the offset in place of the JSON."""
+        state = _read_state(bytes(parts[self.state].tolist()), module, nested=self.nested)
+        weight = parts["weight"].reshape(state.rows, state.columns // 2)
+        scales = parts["weight.absmax"].reshape(state.rows, state.columns // state.block)
+        offset = scales.new_tensor([state.offset], dtype=parts["weight.quant_map"].dtype)
+        return parts | {"weight": weight, "weight.absmax": scales, self.state: offset}
+
+    def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        import torch
+
+        values, scales = parts["weight.quant_map"], self._scales(parts)
+        pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], 1)  # the high half comes first
+        numbers = pairs.index_select(0, parts["weight"].flatten().int())
+        return numbers.view(*scales.shape, -1).mul_(scales[..., None]).flatten(1).to(dtype)
+
+    def _scales(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """float32 [O, blocks]."""
+        scales = parts["weight.absmax"]
+        if not self.nested:
+            return scales
+        values = parts["weight.nested_quant_map"].index_select(0, scales.flatten().int())
+        of_scales = parts["weight.nested_absmax"].repeat_interleave(NESTED_BLOCK)[: len(values)]
+        return (values * of_scales + parts[self.state]).view_as(scales)
+
+
+class State(NamedTuple):
+    """What bitsandbytes' JSON says about a matrix."""
+
+    rows: int
+    columns: int
+    block: int
+    """Elements of a row that share a scale."""
+    offset: float
+    """Of nested scales, else 0."""
+
+
+def _read_state(data: bytes, module: str, *, nested: bool) -> State:
+    """Raises ModelError for what skylite does not widen."""
+    try:
+        facts = parse_json(data)
+        (rows, columns), block = facts["shape"], facts["blocksize"]
+        found = State(rows, columns, block, float(facts["nested_offset"]) if nested else 0.0)
+        nested_block = facts.get("nested_blocksize", NESTED_BLOCK)
+        sizes_fit = all(type(size) is int and size > 0 for size in found[:3]) and not columns % block
+        fits = sizes_fit and ("nested_offset" in facts) == nested and nested_block == NESTED_BLOCK
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"The quantised {module} has a quant_state that cannot be read: {type(error).__name__} {error}.",
+            "Download the model again.",
+        ) from None
+    if not fits or columns % 2:
+        raise ModelError(
+            f"The quantised {module} has a quant_state that skylite does not widen: {str(facts)[:300]}.",
+            f"Rows must be whole blocks, and scales nested by {NESTED_BLOCK} as config.json says. {REMEDY}",
+        )
+    return found
+
+
 def read_format(settings: Mapping[str, Any], model: str) -> Format:
     """The format that a quantization_config describes. Raises ModelError for one that skylite does not read.
 
     `model`: for messages.
     """
     method = str(settings.get("quant_method") or "compressed-tensors")
-    readers = {"fp8": _fp8, "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq}
+    readers = {
+        "fp8": _fp8, "compressed-tensors": _compressed_tensors, "gptq": _gptq, "awq": _awq,
+        "bitsandbytes": _bitsandbytes,
+    }  # fmt: skip
     if method not in readers:
-        reason = " and vLLM serves no more" if method == "bitsandbytes" else ""
         raise ModelError(
-            f"The base {model} is quantised by {method[:40]}, which skylite does not read{reason}.", REMEDY
+            f"The base {model} is quantised by {method[:40]}, which skylite does not read.", REMEDY
         )
     try:
         found = readers[method](settings)
@@ -219,19 +326,52 @@ def _awq(settings: Mapping[str, Any]) -> Format | str:
     return Awq("AWQ INT4")
 
 
+def _bitsandbytes(settings: Mapping[str, Any]) -> Format | str:
+    if not settings.get("load_in_4bit"):
+        return "in 8 bits, whose products round activations, too, which the trainer does not"
+    kind, storage = (
+        settings.get("bnb_4bit_quant_type", "fp4"),
+        settings.get("bnb_4bit_quant_storage", "uint8"),
+    )
+    if kind not in ("nf4", "fp4") or storage != "uint8":
+        return f"as {kind} stored in {storage}; skylite reads nf4 and fp4 in uint8"
+    return Bits4(f"bitsandbytes {kind.upper()}", kind, bool(settings.get("bnb_4bit_use_double_quant", False)))
+
+
+def split_name(form: Format, name: str) -> tuple[str, str]:
+    """Path of the module and name of the part, if a tensor's name can be one of a part; else (name, "")."""
+    parts = (*form.parts, *form.unused)
+    part = next((part for part in parts if name.endswith(f".{part}")), "")
+    return (name.removesuffix(f".{part}"), part) if part else (name, "")
+
+
 def quantised_modules(form: Format, names: Iterable[str]) -> set[str]:
     """Paths of the modules with quantised weights, from the names of all tensors."""
-    others = {f".{part}" for part in form.parts if part != "weight"}
-    return {name.rpartition(".")[0] for name in names if f".{name.rpartition('.')[2]}" in others}
+    found = (split_name(form, name) for name in names)
+    return {module for module, part in found if part in form.parts and part != "weight"}
 
 
-def widened_shapes(form: Format, shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+def stored_shapes(form: Format | None, model_path: Path) -> dict[str, list[int]]:
+    """Shapes by name as in the files, but those of bitsandbytes' matrices as `prepare` gives them.
+
+    Raises ModelError for a damaged file.
+    """
+    shapes = tensor_shapes(model_path)
+    if isinstance(form, Bits4):
+        for name, data in small_tensors(model_path, form.state):
+            module = name.removesuffix(f".{form.state}")
+            state = _read_state(data, module, nested=form.nested)
+            shapes[f"{module}.weight"] = [state.rows, state.columns // 2]
+    return shapes
+
+
+def widened_shapes(form: Format, model_path: Path) -> dict[str, list[int]]:
     """Shapes by name as without quantisation: each matrix under its module's `weight`, and no parts."""
-    modules, parts = quantised_modules(form, shapes), {*form.parts, *form.unused}
-    found = dict[str, Sequence[int]]()
+    shapes = stored_shapes(form, model_path)
+    modules, found = quantised_modules(form, shapes), dict[str, list[int]]()
     for name, shape in shapes.items():
-        module, _, part = name.rpartition(".")
-        if module not in modules or part not in parts:
+        module, part = split_name(form, name)
+        if module not in modules or not part:
             found[name] = shape
         elif part == form.parts[0]:
             found[f"{module}.weight"] = form.shape(shape)
@@ -256,16 +396,16 @@ def grouped(
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
-        module, _, part = name.rpartition(".")
+        module, part = split_name(form, name)
         if part in form.unused:
             continue
-        if part not in form.parts or (part == "weight" and "float8" not in str(tensor.dtype)):
+        if not part or (part == "weight" and not any(kind in str(tensor.dtype) for kind in PACKED)):
             yield name, tensor
             continue
         parts = waiting.setdefault(module, {})
         parts[part] = tensor
         if len(parts) == len(form.parts):
-            yield f"{module}.weight", waiting.pop(module)
+            yield f"{module}.weight", form.prepare(module, waiting.pop(module))
     if waiting:
         module, parts = next(iter(waiting.items()))
         lacks = ", ".join(part for part in form.parts if part not in parts)

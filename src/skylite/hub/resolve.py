@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,6 +34,7 @@ CAUSAL_SUFFIXES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """Ends of the architectures in config.json that generate text."""
 SUBFOLDERS = ("additional_chat_templates",)
 MAX_HEADER_BYTES = 100 << 20
+MAX_SMALL_BYTES = 1 << 16
 SAMPLES, SAMPLE_BYTES = 16, 4096
 """The fingerprint includes SAMPLES - 1 samples of each weight file, of SAMPLE_BYTES each.
 
@@ -168,6 +169,17 @@ def tensor_bytes(path: Path) -> dict[str, int]:
     """Bytes of each tensor in a model folder, by name. Raises ModelError for a damaged file."""
     offsets = {name: tensor["data_offsets"] for name, tensor in _tensors(path).items()}
     return {name: end - start for name, (start, end) in offsets.items()}
+
+
+def small_tensors(path: Path, suffix: str) -> Iterator[tuple[str, bytes]]:
+    """Names and bytes of the tensors whose names end in `suffix`. Raises ModelError for a damaged file."""
+    for file in weight_files(path):
+        header = safetensors_header(file)
+        with open_file(file) as stream:
+            for name, tensor in parse_json(header).items():
+                if name.endswith(suffix):
+                    start, end = tensor["data_offsets"]
+                    yield name, _read_at(stream, 8 + len(header) + start, min(end - start, MAX_SMALL_BYTES))
 
 
 def _tensors(path: Path) -> dict[str, Any]:

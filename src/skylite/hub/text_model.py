@@ -97,8 +97,8 @@ def model_shapes(model_path: Path) -> dict[str, list[int]]:
     Files of one model differ: `language_model.model.layers` or `model.language_model.layers`. Raises
     ModelError for a damaged file. Quantised matrices count as the matrices that they stand for.
     """
-    stored, config, form = tensor_shapes(model_path), read_config(model_path), quantised_format(model_path)
-    shapes: Shapes = stored if form is None else widened_shapes(form, stored)
+    config, form = read_config(model_path), quantised_format(model_path)
+    shapes: Shapes = tensor_shapes(model_path) if form is None else widened_shapes(form, model_path)
     names = text_tensors(shapes, config) if is_wrapper(config) else {}
     return {names.get(name, name): list(shape) for name, shape in shapes.items()}
 

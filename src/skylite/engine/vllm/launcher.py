@@ -38,6 +38,7 @@ from skylite.engine.vllm.models import (
     check_torchvision,
     recurrent_layers,
     vllm_version,
+    widened_reason,
 )
 from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER, SWITCH, WIDENED_BASE, batched_outputs
 from skylite.engine.vllm.plugin import processes as plugin_processes
@@ -107,11 +108,16 @@ class VllmLauncher:
                 "them.",
                 f"Install vLLM {WITH_IMAGES}x, or prepare the data without images.",
             )
-        return check_lora(model_path, device, lora)
+        note, reason = check_lora(model_path, device, lora), widened_reason(model_path, device)
+        if reason and device == "cuda":
+            widened = f"vLLM holds {model_path.name} widened, in 16 bits: {reason}"
+            note = f"{note}; {widened}" if note else widened
+        return note
 
     def bf16_reason(self, model_path: Path, device: str) -> str:
         """vLLM has gated delta nets on CPUs, and quantised weights on GPUs, in bfloat16 alone."""
-        if device == "cuda" and quantised_format(model_path) is not None:
+        is_quantised = quantised_format(model_path) is not None
+        if device == "cuda" and is_quantised and not widened_reason(model_path, device):
             return "vLLM computes quantised weights in no other type"
         if device == "cpu" and recurrent_layers(model_path) == GATED_DELTA_NET:
             return "on a CPU vLLM computes this model's recurrent layers (gated delta nets) in no other type"
@@ -147,6 +153,8 @@ class VllmLauncher:
     ) -> EngineMemory:
         """Predicted from the shapes in the model's files (engine/vllm/memory.py)."""
         sizes = model_sizes(model_path, config.lora)
+        if widened_reason(model_path, device):
+            sizes = sizes.widened()
         return engine_memory(
             sizes, config, device, dtype, max_loras=served_versions(config), cpu_lora=cpu_lora
         )
@@ -198,6 +206,7 @@ class VllmLauncher:
             env[RUNTIME_LORA] = "1" if spec.fixed_adapter is None else "0"
         if spec.address.token:
             env[KEY_VARIABLE] = spec.address.token
+        env[WIDENED_BASE] = spec.dtype if widened_reason(spec.model_path, spec.device) else ""
         if spec.device == "cpu":
             env |= _cpu_env(spec)
         else:
@@ -327,11 +336,11 @@ def _memory_flags(spec: EngineSpec) -> list[str]:
 def _quantised_flags(spec: EngineSpec) -> list[str]:
     """Flags with which vLLM computes a quantised model's weights as the trainer does, and no more.
 
-    On a GPU its other products round activations to FP8, too. On a CPU it loads plain weights (_cpu_env).
+    On a GPU its other products round activations to FP8, too.
     """
     if quantised_format(spec.model_path) is None:
         return []
-    if spec.device == "cpu":
+    if widened_reason(spec.model_path, spec.device):
         return ["--hf-overrides", json.dumps(dict.fromkeys(QUANTISED))]
     return ["--linear-backend", "marlin"]
 
@@ -366,7 +375,6 @@ def _cpu_env(spec: EngineSpec) -> dict[str, str]:
     # Bind all cores by number: "auto" reserves one for the scheduler, which is half of a 2-core machine.
     env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, worker_cpus()))}
     env[SWITCH] = spec.cpu_lora
-    env[WIDENED_BASE] = "" if quantised_format(spec.model_path) is None else spec.dtype
     if spec.dtype == "bfloat16":
         env |= FEW_PRODUCTS
     # vLLM refuses two OpenMP runtimes in one process, so a runtime that the user preloads stays.

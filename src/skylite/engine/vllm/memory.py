@@ -62,8 +62,7 @@ def engine_memory(
     logits = config.engine.max_num_seqs * part.vocabulary * LOGIT_BYTES
     merged = MERGED_MEMORY * DTYPE_BYTES["bfloat16"] if device == "cpu" and cpu_lora == "merged" else 0
     return EngineMemory(
-        # On a CPU a quantised model is loaded as a plain one (plugin/widened_base.py).
-        weights=part.weight_bytes(item) if device == "cuda" else int(part.parameters * (item + merged)),
+        weights=part.weight_bytes(item) + int(part.parameters * merged),
         lora_slots=max_loras * served_rank(config.lora.max_rank) * slots_per_rank(sizes, gpus) * item,
         activations=tokens * (2 * part.intermediate + 4 * hidden + experts) * item + logits,
         process=PROCESS[device] + (TENSOR_PARALLEL_BUFFERS if gpus > 1 else 0),

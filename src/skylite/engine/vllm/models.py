@@ -20,7 +20,7 @@ from typing import Any
 from skylite.adapters.target_modules import LM_HEADS, matches, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.errors import ModelError
-from skylite.hub.quantised import Fp8
+from skylite.hub.quantised import Bits4, Fp8
 from skylite.hub.text_model import is_wrapper, quantised_format, read_config, text_section
 from skylite.optional_packages import install_command
 from skylite.untrusted_files import read_text
@@ -62,7 +62,6 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
     if version is None:
         return ""
     config = parse_json(read_text(model_path / "config.json"))
-    _check_quantised(model_path, device)
     if lora is not None:
         _check_head(model_path, lora)
     table = parse_json(read_text(TABLE))
@@ -93,24 +92,23 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
     return note
 
 
-def _check_quantised(model_path: Path, device: str) -> None:
-    """Raise ModelError for FP8 weights that vLLM's weight-only products for GPUs do not take as they are."""
+def widened_reason(model_path: Path, device: str) -> str:
+    """Why vLLM loads the widened matrices of a quantised model (plugin/widened_base.py).
+
+    "": it takes the stored ones, or the model is not quantised.
+    """
     form = quantised_format(model_path)
-    if (
-        device != "cuda"
-        or not isinstance(form, Fp8)
-        or not (form.joins or form.block not in (None, FP8_BLOCK))
-    ):
-        return
-    reason = (
-        "vLLM rounds q, k and v of a layer again to one scale, which the trainer does not"
-        if form.joins
-        else f"vLLM computes blocks of {FP8_BLOCK[0]} x {FP8_BLOCK[1]}, and these are of {form.block}"
-    )
-    raise ModelError(
-        f"The base {model_path.name} is quantised ({form.name}): {reason}.",
-        "Use a version with channel scales or blocks of 128 x 128, or the 16-bit model.",
-    )
+    if form is None:
+        return ""
+    if device == "cpu":
+        return "on a CPU vLLM has no products for it that leave activations alone"
+    if isinstance(form, Bits4):
+        return "vLLM does not read bitsandbytes"
+    if isinstance(form, Fp8) and form.joins:
+        return "vLLM would round q, k and v of a layer again to one scale, which the trainer does not"
+    if isinstance(form, Fp8) and form.block not in (None, FP8_BLOCK):
+        return f"vLLM computes blocks of {FP8_BLOCK[0]} x {FP8_BLOCK[1]}, and these are of {form.block}"
+    return ""
 
 
 def packed_layers(config: Mapping[str, Any]) -> list[list[str]]:

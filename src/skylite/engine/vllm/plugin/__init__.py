@@ -44,6 +44,10 @@ def register() -> None:
         no_torchvision.install()
     if os.environ.get(batched_outputs.SWITCH) == "1":
         _batch_outputs()
+    if dtype := os.environ.get(WIDENED_BASE):
+        from skylite.engine.vllm.plugin import widened_base
+
+        widened_base.install(dtype)
     if os.environ.get(SWITCH) in (DENSE, MERGED):
         _change_cpu()
 
@@ -85,10 +89,6 @@ def _change_cpu() -> None:
     norm_kernels.install()
     released_memory.install()
     rotary.install()
-    if dtype := os.environ.get(WIDENED_BASE):
-        from skylite.engine.vllm.plugin import widened_base
-
-        widened_base.install(dtype)
     if os.environ[SWITCH] == MERGED:
         from skylite.engine.vllm.plugin import merged_weights
 

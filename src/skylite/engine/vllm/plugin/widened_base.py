@@ -1,6 +1,7 @@
-"""Quantised models on a CPU: vLLM loads their matrices as plain ones, with the values of the trainer.
+"""Quantised models that vLLM loads as plain ones, with the values of the trainer.
 
-On a CPU vLLM 0.32 has no FP8 product that leaves activations alone, and its INT4 products need AVX-512. The
+On a CPU all: vLLM 0.32 has no FP8 product there that leaves activations alone, and its INT4 products need
+AVX-512. On a GPU those that it does not read, or computes with other values (models.py, widened_reason). The
 launcher also takes `quantization_config` out of the model's config (--hf-overrides).
 """
 
