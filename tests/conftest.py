@@ -97,6 +97,7 @@ SLOW_UNITS = (
     "test_run_order",
     "test_sampling_ahead",
     "test_sandbox",
+    "test_shared_base",
     "test_tokenizer",
     "test_trajectories",
     "test_trusted_programs",

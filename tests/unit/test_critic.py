@@ -141,6 +141,18 @@ def test_critic_and_policy_do_not_change_each_other(tiny_llama: Path, dist: Dist
     assert all(torch.equal(p, base[n]) for n, p in base_weights(policy).items())
 
 
+def test_recomputed_layers_give_the_critic_its_own_gradient(tiny_llama: Path, dist: Dist) -> None:
+    def gradient(checkpointing: str) -> torch.Tensor:
+        config = ppo_settings()
+        trainer = config.trainer.model_copy(update={"checkpointing": checkpointing})
+        policy, _, critic = parts(tiny_llama, config.model_copy(update={"trainer": trainer}), dist)
+        predict_values(policy, critic, _tokens(policy)).sum().backward()
+        return critic.optimizer.grads
+
+    kept, recomputed = gradient("none"), gradient("full")
+    assert float((kept - recomputed).norm() / kept.norm()) < 1e-5
+
+
 def test_a_critic_adds_an_adapter_not_a_model(tiny_llama: Path, dist: Dist) -> None:
     with_critic = load_policy(resolved(tiny_llama, tiny_llama), ppo_settings(), dist)
     critic = make_critic(with_critic, ppo_settings(), dist)

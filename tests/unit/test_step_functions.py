@@ -139,7 +139,7 @@ def test_forward_backward_sums_the_gradients_of_all_micro_batches(monkeypatch: p
     optimizer = optimizer_of([-1.0], lr=0.1)
     theta = optimizer.params["theta"]
     lora = {POLICY: SimpleNamespace(lora_dropout=0.0)}
-    policy: Any = SimpleNamespace(model=SimpleNamespace(peft_config=lora))
+    policy: Any = SimpleNamespace(model=SimpleNamespace(peft_config=lora), adapter=POLICY)
 
     def score(_: Any, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
         x = tokens.inputs["x"]

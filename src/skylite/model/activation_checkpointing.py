@@ -20,18 +20,21 @@ Checkpointing = Literal["none", "selective", "full"]
 (model/fused_ops.py). full: keep only the inputs of the layers and recompute the rest."""
 
 
-def checkpoint_layers(layers: list[nn.Module], has_dropout: bool) -> None:
-    """Make each layer keep only its input and run its forward pass again in backward."""
+def checkpoint_layers(layers: list[nn.Module], has_dropout: Callable[[], bool]) -> None:
+    """Make each layer keep only its input and run its forward pass again in backward.
+
+    `has_dropout`: whether the pass draws random numbers, asked at each.
+    """
     for layer in layers:
         layer.forward = _checkpointed(layer.forward, has_dropout)
 
 
-def _checkpointed(forward: Callable[..., Any], has_dropout: bool) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], has_dropout: Callable[[], bool]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(
-            partial(forward, **kwargs), *args, use_reentrant=False, preserve_rng_state=has_dropout
+            partial(forward, **kwargs), *args, use_reentrant=False, preserve_rng_state=has_dropout()
         )
 
     return call

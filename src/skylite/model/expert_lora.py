@@ -45,7 +45,8 @@ def check_experts(model: PreTrainedModel, config: LoraConfig) -> None:
 def group_expert_lora(model: nn.Module) -> None:
     """Make the experts of a PEFT model with one active LoRA adapter use `experts_with_lora`."""
     for path, module in list(model.named_modules()):
-        if isinstance(module, ParamWrapper) and path.rpartition(".")[2] == MODULE:
+        is_outer = isinstance(module, ParamWrapper) and path.rpartition(".")[2] == MODULE
+        if is_outer and "forward" not in vars(module):  # not yet, for an earlier adapter
             module.forward = _forward_of(module)
 
 

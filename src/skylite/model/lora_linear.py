@@ -12,9 +12,10 @@ Buys memory and time: without it the peak of a train phase is 17 % higher. Joini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from peft.tuners.lora import Linear as PeftLinear
@@ -159,37 +160,53 @@ def _slices(ranks: Sequence[int]) -> Iterator[slice]:
         start += rank
 
 
-def fuse_lora_layers(model: nn.Module) -> None:
-    """Make the LoRA linear layers of a PEFT model use `lora_linears` when they compute exactly that.
+def fuse_lora_layers(model: nn.Module, adapter: str = "default") -> None:
+    """Make the linear layers of a PEFT model use `lora_linears` where this adapter computes exactly that.
 
-    A call of the model rounds all LoRA matrices at once, before its first layer.
+    Which layers form one operation depends on this adapter's targets alone. A call of the model rounds all
+    LoRA matrices of the adapter that computes at once, before its first layer.
     """
     # PEFT's layer also wraps GPT-2's Conv1D, whose weight is transposed.
-    unfused = {id(m): m for m in model.modules() if type(m) is PeftLinear and not m.fan_in_fan_out}
+    unfused = {
+        id(m): m
+        for m in model.modules()
+        if type(m) is PeftLinear and adapter in cast(Any, m.lora_A) and not m.fan_in_fan_out
+    }
     groups = list[_FusedLayers]()
     for module in model.modules():
         for names in SIBLINGS:
             layers = [getattr(module, name, None) for name in names]
             if all(id(layer) in unfused for layer in layers):
-                groups.append(_FusedLayers([unfused.pop(id(layer)) for layer in layers]))
-    groups += [_FusedLayers([layer]) for layer in unfused.values()]
+                groups.append(_FusedLayers(adapter, [unfused.pop(id(layer)) for layer in layers]))
+    groups += [_FusedLayers(adapter, [layer]) for layer in unfused.values()]
+    fused = _FUSED.get(model)
+    if fused is None:
+        fused = _FUSED[model] = {}
+        model.register_forward_pre_hook(lambda m, *_: _round_all(_FUSED[m]))
+        model.register_forward_hook(_forget_rounded, always_call=True)
+    fused[adapter] = groups
 
-    def forget_rounded(*_: object) -> None:
+
+def unfuse_lora_layers(model: nn.Module, adapter: str) -> None:
+    """Forget the adapter before PEFT deletes it."""
+    for group in _FUSED[model].pop(adapter):
+        group.unfuse()
+
+
+def _forget_rounded(model: nn.Module, *_: object) -> None:
+    for groups in _FUSED[model].values():
         for group in groups:
             group.rounded = None
 
-    model.register_forward_pre_hook(lambda *_: _round_all(groups))
-    model.register_forward_hook(forget_rounded, always_call=True)
-
 
 @torch.no_grad()
-def _round_all(groups: Sequence[_FusedLayers]) -> None:
-    """Round the matrices of all groups to autocast's dtype, in one operation. Without autocast, do nothing.
+def _round_all(fused: Mapping[str, Sequence[_FusedLayers]]) -> None:
+    """Round the matrices of the adapter that computes to autocast's dtype, in one operation.
 
-    The A of a group are the rows of one tensor.
+    Without autocast, do nothing. The A of a group are the rows of one tensor.
     """
-    chosen = [(group, adapter) for group in groups if (adapter := group.adapter()) is not None]
-    matrices = [m for group, adapter in chosen for part in group.matrices(adapter) for m in part]
+    chosen = [group for groups in fused.values() for group in groups if group.is_plain()]
+    matrices = [m for group in chosen for part in group.matrices() for m in part]
     if not matrices or not torch.is_autocast_enabled(matrices[0].device.type):
         return
     dtype = torch.get_autocast_dtype(matrices[0].device.type)
@@ -197,8 +214,8 @@ def _round_all(groups: Sequence[_FusedLayers]) -> None:
     parts = torch.split(flat, [m.numel() for m in matrices])
     torch._foreach_copy_([p.view_as(m) for p, m in zip(parts, matrices, strict=True)], matrices)
     start = 0
-    for group, adapter in chosen:
-        all_a, all_b = group.matrices(adapter)
+    for group in chosen:
+        all_a, all_b = group.matrices()
         rows, size = sum(map(len, all_a)), sum(a.numel() for a in all_a)
         stacked = flat[start : start + size].view(rows, -1)
         start += size
@@ -206,7 +223,7 @@ def _round_all(groups: Sequence[_FusedLayers]) -> None:
         for b in all_b:
             rounded_b.append(flat[start : start + b.numel()].view_as(b))
             start += b.numel()
-        group.rounded = adapter, Rounded([stacked], rounded_b)
+        group.rounded = Rounded([stacked], rounded_b)
 
 
 def forget_outputs() -> None:
@@ -219,68 +236,89 @@ def forget_outputs() -> None:
 
 
 class _FusedLayers:
-    """PEFT linear layers with the same input: the first call computes all outputs, later calls return
-    them."""
+    """PEFT linear layers with the same input, for one adapter.
 
-    def __init__(self, layers: list[Any]) -> None:
+    The first call computes all outputs, later calls return them.
+    """
+
+    def __init__(self, adapter: str, layers: list[Any]) -> None:
+        self._adapter = adapter
         self._layers = layers
-        self._peft_forwards: list[Callable[..., Tensor]] = [layer.forward for layer in layers]
         self._x: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
-        self.rounded: tuple[str, Rounded] | None = None
-        """During a call of the model with autocast: an adapter, and its matrices in autocast's dtype."""
+        self.rounded: Rounded | None = None
+        """During a call of the model with autocast: the matrices in autocast's dtype."""
         for index, layer in enumerate(layers):
-            layer.forward = self._forward_of(index)
+            if not isinstance(layer.forward, _Forward):
+                layer.forward = _Forward(layer)
+            layer.forward.places[adapter] = (self, index)
 
-    def _forward_of(self, index: int) -> Callable[..., Tensor]:
-        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if args or kwargs:
-                return self._peft_forwards[index](x, *args, **kwargs)
-            if self._x is not x or index not in self._outputs:
-                adapter, dtype = self.adapter(), compute_dtype(x)
-                lossless = all(is_lossless(layer.base_layer.weight, dtype) for layer in self._layers)
-                if adapter is None or not lossless:
-                    return self._peft_forwards[index](x)
-                self._x, self._outputs = x, dict(enumerate(self._compute(x, adapter, dtype)))
-                _WITH_OUTPUTS.add(self)
-            output: Tensor = self._outputs.pop(index)
-            if not self._outputs:
-                self.forget()
-            return output
+    def unfuse(self) -> None:
+        """Leave the layers."""
+        self.forget()
+        for layer in self._layers:
+            del layer.forward.places[self._adapter]
 
-        return forward
+    def output(self, index: int, x: Tensor) -> Tensor | None:
+        """Output of one of the layers; None if PEFT's layer must compute it."""
+        if self._x is not x or index not in self._outputs:
+            dtype = compute_dtype(x)
+            lossless = all(is_lossless(layer.base_layer.weight, dtype) for layer in self._layers)
+            if not self.is_plain() or not lossless:
+                return None
+            self._x, self._outputs = x, dict(enumerate(self._compute(x, dtype)))
+            _WITH_OUTPUTS.add(self)
+        output = self._outputs.pop(index)
+        if not self._outputs:
+            self.forget()
+        return output
 
     def forget(self) -> None:
         """Drop input and outputs."""
         self._x, self._outputs = None, {}
         _WITH_OUTPUTS.discard(self)
 
-    def adapter(self) -> str | None:
-        """The one adapter that all layers add, see `_plain_adapter`."""
-        adapters = {_plain_adapter(layer) for layer in self._layers}
-        return adapters.pop() if len(adapters) == 1 else None
+    def is_plain(self) -> bool:
+        """Whether all layers add the product of this adapter and no more, see `_plain_adapter`."""
+        return all(_plain_adapter(layer) == self._adapter for layer in self._layers)
 
-    def matrices(self, adapter: str) -> tuple[list[Tensor], list[Tensor]]:
+    def matrices(self) -> tuple[list[Tensor], list[Tensor]]:
         """All A and all B."""
         return (
-            [layer.lora_A[adapter].weight for layer in self._layers],
-            [layer.lora_B[adapter].weight for layer in self._layers],
+            [layer.lora_A[self._adapter].weight for layer in self._layers],
+            [layer.lora_B[self._adapter].weight for layer in self._layers],
         )
 
-    def _compute(self, x: Tensor, adapter: str, dtype: torch.dtype) -> list[Tensor]:
+    def _compute(self, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
         flat = x.reshape(-1, x.shape[-1]).to(dtype)
         bases = [layer.base_layer for layer in self._layers]
-        made_for, rounded = self.rounded or ("", None)
         ys = lora_linears(
             flat,
             [base.weight for base in bases],
             [base.bias for base in bases],
-            *self.matrices(adapter),
-            [layer.scaling[adapter] for layer in self._layers],
+            *self.matrices(),
+            [layer.scaling[self._adapter] for layer in self._layers],
             recompute_fn_of(x),
-            rounded if made_for == adapter else None,
+            self.rounded,
         )
         return [y.view(*x.shape[:-1], -1) for y in ys]
+
+
+class _Forward:
+    """Stands in for the forward of a PEFT layer: the fused one of the adapter that computes, or PEFT's."""
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._peft_forward: Callable[..., Tensor] = layer.forward
+        self.places: dict[str, tuple[_FusedLayers, int]] = {}
+        """By adapter."""
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not (args or kwargs) and (place := self.places.get(_plain_adapter(self._layer) or "")) is not None:
+            group, index = place
+            if (output := group.output(index, x)) is not None:
+                return output
+        return self._peft_forward(x, *args, **kwargs)
 
 
 class _DropsAfterA(nn.Module):
@@ -307,6 +345,8 @@ def drop_after_a(model: nn.Module, adapter: str) -> None:
             layer.lora_A[adapter].register_forward_hook(moved.drop)
 
 
+_FUSED: WeakKeyDictionary[nn.Module, dict[str, list[_FusedLayers]]] = WeakKeyDictionary()
+"""The fused layers of each PEFT model, by adapter."""
 _WITH_OUTPUTS: set[_FusedLayers] = set()
 """Those in the middle of a pass: between the first call of their layers and the last."""
 

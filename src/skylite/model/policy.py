@@ -1,13 +1,17 @@
-"""The policy under training: a frozen base model, and LoRA adapters, full on every rank."""
+"""A policy under training: LoRA adapters on a frozen base model that several policies share.
+
+The adapters are full on every rank. A policy has its own rank, targets and seed, and starts with the bits
+that it would have alone on the base.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, cast, get_args
 
 import torch
 from peft import LoraConfig as PeftLoraConfig
@@ -32,27 +36,34 @@ from skylite.model.expert_lora import check_experts, group_expert_lora
 from skylite.model.images import ImageReader, image_reader
 from skylite.model.lm_head import score_in_chunks, top_tokens_in_chunks
 from skylite.model.loading import decoder_layers, load_base, text_path
-from skylite.model.lora_linear import drop_after_a, fuse_lora_layers
+from skylite.model.lora_linear import drop_after_a, fuse_lora_layers, unfuse_lora_layers
 from skylite.model.packing import PackedTokens, Packing
 from skylite.model.process_group import Dist
 from skylite.untrusted_files import regular
 
-# Names of the adapters that share the frozen base.
-POLICY = "default"
+# The adapters that a policy may have on the base.
+POLICY: Final = "default"
 """The adapter under training."""
-REF = "ref"
+REF: Final = "ref"
 """The reference policy of the KL, if it is an adapter: a frozen copy of the warm-start adapter."""
-CRITIC = "critic"
+CRITIC: Final = "critic"
 """PPO's value function."""
+Role = Literal["default", "ref", "critic"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The model under training, and how it runs."""
+    """A model under training, and how it runs."""
 
     model: PeftModel
+    """The base with the adapters of all policies on it."""
+    number: int = 0
+    """Tells the policies on one base apart."""
+    role: Role = POLICY
+    """Which of the policy's adapters computes."""
     lora: dict[str, nn.Parameter]
-    """Trainable parameters of the POLICY adapter by name, sorted; float32, equal on every rank."""
+    """Trainable parameters of the POLICY adapter by name, sorted; float32, equal on every rank. The names do
+    not depend on `number`."""
     target_modules: list[str]
     """Module names as adapter_config.json has them."""
     target_parameters: list[str]
@@ -74,6 +85,11 @@ class Policy:
     pair_cost: float = 0.0
     """Work of a pair of tokens in all attention layers, in units of the work of one token in all matrices."""
 
+    @property
+    def adapter(self) -> str:
+        """PEFT's name of the adapter that computes."""
+        return peft_adapter_name(self.role, self.number)
+
     def autocast(self) -> AbstractContextManager[Any]:
         """In bfloat16, autocast rounds the float32 LoRA matrices to bfloat16, as publishing does."""
         return (
@@ -93,38 +109,81 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
     base, how = load_base(str(resolved.model.path), dtype, dist, trainer.offload, trainer.replicate_base)
     if dist.is_main:
         print(how, file=sys.stderr, flush=True)
-    modules = adapted_modules(base, config.lora)
-    target_modules = short_names((name for name, _ in base.named_modules()), modules)
     layers = decoder_layers(base)
     pair_cost = _pair_cost(base, layers)
-    torch.manual_seed(config.seed)
-    model = _add_adapters(base, config, modules)
-    model.eval()
-    move_adapters(model, dist.device)
-    params = adapter_params(model, POLICY)
-    if resolved.identity.warm_start is not None:
-        load_adapter_file(resolved.identity.warm_start, params)
-    for param in params.values():
-        dist.broadcast_(param.data)
-    if REF in model.peft_config:
-        for param, ref in zip(params.values(), adapter_params(model, REF).values(), strict=True):
-            ref.data.copy_(param.data)
-    checkpointing = trainer.checkpointing
-    if checkpointing == "full":
-        checkpoint_layers(layers, has_dropout=config.lora.dropout > 0)
-    return Policy(
+    model = _add_adapters(base, config, 0, dtype)
+    if trainer.checkpointing == "full":
+        checkpoint_layers(layers, lambda: has_dropout(model))
+    bare = Policy(
         model=model,
-        lora=params,
-        target_modules=target_modules,
-        target_parameters=config.lora.target_parameters,
+        lora={},
+        target_modules=[],
+        target_parameters=[],
         dtype=dtype,
         packing="padded",
         lm_head=None,
-        checkpointing=checkpointing,
+        checkpointing=trainer.checkpointing,
         device=dist.device,
         images=image_reader(base, resolved.model.path),
         attention=trainer.attention,
         pair_cost=pair_cost,
+    )
+    return _with_parameters(bare, config, resolved.identity.warm_start, dist)
+
+
+def add_policy(policy: Policy, config: TrainConfig, warm_start: Path | None, dist: Dist) -> Policy:
+    """Another policy on the base of `policy`. All ranks call it; rank 0 initialises LoRA for all.
+
+    Raises ModelError as `load_policy` does, and if the base's policies have LoRA on other expert weights.
+    """
+    model, own = policy.model, config.lora.target_parameters
+    for name, other in model.peft_config.items():
+        theirs = other.target_parameters or []
+        if name.startswith(POLICY) and sorted(theirs) != sorted(own):
+            raise ModelError(
+                f"A policy with lora.target_parameters={own} cannot share a base with one that has {theirs}.",
+                "Give all policies of a base the same lora.target_parameters.",
+            )
+    numbers = [int(name.partition("_")[2] or 0) for name in model.peft_config]
+    added = replace(policy, number=max(numbers, default=-1) + 1, role=POLICY)
+    _add_adapters(model, config, added.number, policy.dtype)
+    added = _with_parameters(added, config, warm_start, dist)
+    base = model.get_base_model()
+    head, modules = _unwrapped_head(base), original_modules(base)
+    is_adapted = any(modules[name] is head for name in adapted_modules(base, config.lora))
+    return replace(added, lm_head=None) if is_adapted else added
+
+
+def remove_policy(policy: Policy) -> None:
+    """Take the policy's adapters off the base. Their memory is free once nobody holds the policy."""
+    model = policy.model
+    own = [peft_adapter_name(role, policy.number) for role in get_args(Role)]
+    own = [name for name in own if name in model.peft_config]
+    model.base_model.set_adapter([])  # else PEFT makes other adapters active, not the same in each layer
+    for name in own:
+        unfuse_lora_layers(model, name)
+        model.delete_adapter(name)
+
+
+def _with_parameters(policy: Policy, config: TrainConfig, warm_start: Path | None, dist: Dist) -> Policy:
+    """The policy with the parameters of its new adapters, the same on all ranks."""
+    model = policy.model
+    move_adapters(model, dist.device)
+    params = adapter_params(model, policy.adapter)
+    if warm_start is not None:
+        load_adapter_file(warm_start, params)
+    for param in params.values():
+        dist.broadcast_(param.data)
+    ref = replace(policy, role=REF).adapter
+    if ref in model.peft_config:
+        for param, frozen in zip(params.values(), adapter_params(model, ref).values(), strict=True):
+            frozen.data.copy_(param.data)
+    base = model.get_base_model()
+    return replace(
+        policy,
+        lora=params,
+        target_modules=short_names(original_modules(base), adapted_modules(base, config.lora)),
+        target_parameters=config.lora.target_parameters,
     )
 
 
@@ -147,8 +206,10 @@ def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
     Experts are not among them. Raises ModelError, which lists the modules, if none matches.
     """
-    text, head = text_path(model), model.get_output_embeddings()
-    modules = {n: m for n, m in model.named_modules() if not text or n.startswith(f"{text}.") or m is head}
+    text, head = text_path(model), _unwrapped_head(model)
+    modules = {
+        n: m for n, m in original_modules(model).items() if not text or n.startswith(f"{text}.") or m is head
+    }
     # Routers of Llama 4 and Phi-MoE are linear layers that return more than logits; LoRA cannot wrap them.
     plain = {n for n, m in modules.items() if type(m).forward in (nn.Linear.forward, Conv1D.forward)}
     linear = {name for name in plain if not matches(name, without_lora(model.config.model_type))}
@@ -168,11 +229,23 @@ def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     return sorted(selected)
 
 
+def original_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules by path, as if no adapter were there. PEFT wraps those that it adapts."""
+    return {n.replace(".base_layer", ""): m for n, m in model.named_modules() if not is_lora_param(f"{n}.")}
+
+
+def _unwrapped_head(model: nn.Module) -> nn.Module:
+    """The model's LM head without its adapters."""
+    head = cast(Any, model).get_output_embeddings()
+    return cast(nn.Module, head.get_base_layer() if isinstance(head, BaseTunerLayer) else head)
+
+
 def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs [C] of the completion tokens and entropies [C] of their distributions.
 
-    Both are float32, differentiable and in nats.
+    Both are float32, differentiable and in nats. Run the backward pass before another policy computes.
     """
+    activate(policy)
     with policy.autocast():
         if policy.lm_head is not None:
             return score_in_chunks(
@@ -190,6 +263,7 @@ def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Ten
 @torch.no_grad()
 def is_top_token(policy: Policy, tokens: PackedTokens) -> Tensor:
     """Bool [C]: the completion tokens that are the policy's most likely ones."""
+    activate(policy)
     with policy.autocast():
         if policy.lm_head is not None:
             base = policy.model.get_base_model()
@@ -242,13 +316,16 @@ def load_adapter_file(folder: Path, params: Mapping[str, nn.Parameter]) -> None:
         params[name].data.copy_(tensors[tensor_name])
 
 
+def peft_adapter_name(role: Role, number: int) -> str:
+    """PEFT's name of an adapter: `default`, `critic`, and of further policies `default_1`, `critic_1`."""
+    return f"{role}_{number}" if number else role
+
+
 def adapter_params(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:
-    """Parameters of one adapter by name, sorted."""
-    return dict(
-        sorted(
-            (n, p) for n, p in model.named_parameters() if is_lora_param(n) and adapter in n.split(".")[-2:]
-        )
-    )
+    """Parameters of one adapter by name, sorted. The names have the adapter's role, not its number."""
+    role = adapter.partition("_")[0]
+    own = [(n, p) for n, p in model.named_parameters() if is_lora_param(n) and adapter in n.split(".")[-2:]]
+    return dict(sorted((role.join(n.rsplit(adapter, 1)), p) for n, p in own))
 
 
 def move_adapters(model: PeftModel, device: torch.device) -> None:
@@ -264,42 +341,35 @@ def is_lora_param(parameter: str) -> bool:
     return ".lora_" in parameter
 
 
-@contextmanager
-def using_adapter(policy: Policy, adapter: str) -> Iterator[None]:
-    """Activate another adapter inside the block. The backward of a pass may run after the block."""
-    _activate(policy.model, adapter)
-    try:
-        yield
-    finally:
-        _activate(policy.model, POLICY)
-
-
-def _activate(model: PeftModel, adapter: str) -> None:
-    """Make `adapter` the active one and keep all adapters but REF trainable.
-
-    PEFT freezes the adapters that it deactivates; a pending backward would then drop their gradients.
-    """
-    model.set_adapter(adapter)
-    for name, param in model.named_parameters():
-        if is_lora_param(name) and REF not in name.split(".")[-2:]:
-            param.requires_grad_(True)
+def activate(policy: Policy) -> None:
+    """Let the policy's adapter compute, and no other. PEFT freezes the others, also in a pending backward."""
+    if policy.model.active_adapter != policy.adapter:
+        policy.model.set_adapter(policy.adapter)
 
 
 @contextmanager
-def reference_policy(policy: Policy) -> Iterator[None]:
-    """Run the KL's reference policy inside the block: the REF adapter if there is one, else the base
-    alone."""
-    with using_adapter(policy, REF) if REF in policy.model.peft_config else policy.model.disable_adapter():
-        yield
+def reference_policy(policy: Policy) -> Iterator[Policy]:
+    """The KL's reference policy, inside the block: the REF adapter if there is one, else the base alone."""
+    ref = replace(policy, role=REF)
+    if ref.adapter in policy.model.peft_config:
+        yield ref
+        return
+    with policy.model.disable_adapter():
+        yield policy
+
+
+def has_dropout(model: PeftModel) -> bool:
+    """Whether the adapter that computes has dropout."""
+    return bool(model.peft_config[model.active_adapter].lora_dropout)
 
 
 @contextmanager
 def lora_dropout(policy: Policy, active: bool) -> Iterator[None]:
     """Put the dropout of the POLICY adapter, and nothing else, into training mode inside the block."""
-    if not policy.model.peft_config[POLICY].lora_dropout:  # a walk over all modules takes 5 ms
+    if not policy.model.peft_config[policy.adapter].lora_dropout:  # a walk over all modules takes 5 ms
         yield
         return
-    dropouts = [m for n, m in policy.model.named_modules() if n.endswith(f".lora_dropout.{POLICY}")]
+    dropouts = [m for n, m in policy.model.named_modules() if n.endswith(f".lora_dropout.{policy.adapter}")]
     for module in dropouts:
         module.train(active)
     try:
@@ -309,35 +379,68 @@ def lora_dropout(policy: Policy, active: bool) -> Iterator[None]:
             module.eval()
 
 
-def _add_adapters(base: PreTrainedModel, config: TrainConfig, modules: list[str]) -> PeftModel:
-    """The model with the POLICY adapter, and with REF and CRITIC if the algorithm needs them."""
-    critic = config.critic_lora
-    critic_modules = adapted_modules(base, critic) if critic is not None else []
-    check_experts(base, config.lora)
-    with _exactly_these_modules():
+def _add_adapters(
+    model: PreTrainedModel | PeftModel, config: TrainConfig, number: int, dtype: torch.dtype
+) -> PeftModel:
+    """The model with a further POLICY adapter, and with REF and CRITIC if the algorithm needs them.
+
+    The same seed gives the same bits, whatever else is on the base.
+    """
+    # Not get_base_model(), which needs an active adapter.
+    base: PreTrainedModel = model.base_model.model if isinstance(model, PeftModel) else model
+    critic, modules = config.critic_lora, adapted_modules(base, config.lora)
+    adapters: dict[Role, PeftLoraConfig] = {POLICY: _peft_config(config.lora, modules)}
+    if config.needs_ref_adapter:
+        adapters[REF] = _peft_config(config.lora.model_copy(update={"dropout": 0.0}), modules)
+    if critic is not None:
+        adapters[CRITIC] = _peft_config(critic, adapted_modules(base, critic))
+    if not isinstance(model, PeftModel):
+        check_experts(base, config.lora)
+    torch.manual_seed(config.seed)
+    names = {role: peft_adapter_name(role, number) for role in adapters}
+    with _exactly_these_modules(), _unrounded(dtype):
         try:
-            model = get_peft_model(base, _peft_config(config.lora, modules), adapter_name=POLICY)
+            for role, peft_config in adapters.items():
+                if isinstance(model, PeftModel):
+                    model.add_adapter(names[role], peft_config)
+                else:
+                    model = get_peft_model(model, peft_config, adapter_name=names[role])
         except ValueError as error:
             raise ModelError(
                 f"PEFT cannot adapt {type(base).__name__}: {error}",
                 "Choose other modules in lora.target_modules.",
             ) from error
-        if config.needs_ref_adapter:
-            model.add_adapter(REF, _peft_config(config.lora.model_copy(update={"dropout": 0.0}), modules))
-        if critic is not None:
-            model.add_adapter(CRITIC, _peft_config(critic, critic_modules))
+    model = cast(PeftModel, model)
     if config.lora.init == "xavier":
-        for name, param in adapter_params(model, POLICY).items():
+        for name, param in adapter_params(model, names[POLICY]).items():
             if "lora_A" in name:
                 layer = model.get_submodule(name.partition(".lora_A.")[0])
-                for matrix in torch.split(param.data, layer.r[POLICY]):  # of experts: one each
+                for matrix in torch.split(param.data, layer.r[names[POLICY]]):  # of experts: one each
                     nn.init.xavier_normal_(matrix)
     if config.lora.dropout and config.lora.dropout_position == "after":
-        drop_after_a(model, POLICY)
-    _activate(model, POLICY)
-    fuse_lora_layers(model)
+        drop_after_a(model, names[POLICY])
+    model.set_adapter(names[POLICY])
+    model.eval()
+    for name in names.values():
+        fuse_lora_layers(model, name)
     group_expert_lora(model)
     return model
+
+
+@contextmanager
+def _unrounded(dtype: torch.dtype) -> Iterator[None]:
+    """Let PEFT make LoRA matrices in `dtype`, also beside weights that `store_in_bf16` has narrowed."""
+    found = BaseTunerLayer._get_base_layer_device_and_dtype
+
+    def widened(layer: BaseTunerLayer, base_layer: nn.Module) -> tuple[Any, torch.dtype | None]:
+        device, own = found(layer, base_layer)
+        return device, dtype if dtype == torch.float32 and own == torch.bfloat16 else own
+
+    BaseTunerLayer._get_base_layer_device_and_dtype = widened
+    try:
+        yield
+    finally:
+        BaseTunerLayer._get_base_layer_device_and_dtype = found
 
 
 @contextmanager

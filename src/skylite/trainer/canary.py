@@ -86,8 +86,8 @@ def check_reference(policy: Policy, sequences: Sequence[list[int]], must_agree: 
     from its start.
     """
     own = [x for row in canary_logprobs(policy, sequences) for x in row]
-    with reference_policy(policy):
-        ref = [x for row in canary_logprobs(policy, sequences) for x in row]
+    with reference_policy(policy) as reference:
+        ref = [x for row in canary_logprobs(reference, sequences) for x in row]
     kl = float(k3(torch.tensor(own), torch.tensor(ref)).mean())
     if must_agree and own != ref:
         raise TrainingDiverged(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from skylite.config.algorithm import CriticConfig
 from skylite.config.train import TrainConfig
 from skylite.model.lm_head import keep_in_graph, replaced_head
 from skylite.model.packing import PackedTokens
-from skylite.model.policy import CRITIC, Policy, adapter_params, using_adapter
+from skylite.model.policy import CRITIC, Policy, activate, adapter_params
 from skylite.model.process_group import Dist
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 
@@ -49,7 +49,7 @@ def make_critic(policy: Policy, config: TrainConfig, dist: Dist) -> Critic:
     hidden_size = policy.model.get_base_model().get_input_embeddings().embedding_dim
     head = ValueHead(output_width(policy, hidden_size)).to(policy.device)
     params = {
-        **adapter_params(policy.model, CRITIC),
+        **adapter_params(policy.model, replace(policy, role=CRITIC).adapter),
         **{f"value_head.{n}": p for n, p in head.named_parameters()},
     }
     for param in params.values():
@@ -75,7 +75,8 @@ def output_width(policy: Policy, default: int) -> int:
 def predict_values(policy: Policy, critic: Critic, tokens: PackedTokens) -> Tensor:
     """[C] float32 values of the states right before each completion token."""
     base: PreTrainedModel = policy.model.get_base_model()
-    with using_adapter(policy, CRITIC), replaced_head(base, critic.head), policy.autocast():
+    activate(replace(policy, role=CRITIC))
+    with replaced_head(base, critic.head), policy.autocast():
         outputs: Tensor = policy.model(**tokens.model_inputs(), use_cache=False).logits
         values = critic.head.values
     assert values is not None

@@ -43,8 +43,8 @@ def precompute(
 @torch.no_grad()
 def ref_logprobs(policy: Policy, micro: MicroBatch, temperature: float) -> Tensor:
     """[C] logprobs of the reference policy."""
-    with reference_policy(policy):
-        return score(policy, micro.tokens, temperature)[0]
+    with reference_policy(policy) as ref:
+        return score(ref, micro.tokens, temperature)[0]
 
 
 def credit(
