@@ -14,12 +14,15 @@ from typing import Any, Literal
 
 import httpx
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from skylite.config.engine import CpuLora
 from skylite.engine.connections import Address
 from skylite.engine.interface import BASE_NAME, EngineSpec
 from skylite.engine.vllm.launcher import VllmLauncher
+from skylite.hub.quantised import widened_shapes
+from skylite.hub.resolve import tensor_shapes
+from skylite.hub.text_model import quantised_format
 from skylite.processes.child import Child, ProcessSpec, child_died, kill, poll, start
 
 TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -149,10 +152,12 @@ def write_random_adapter(
     """
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
-    for name, weight in sorted(load_file(model_path / "model.safetensors").items()):
+    form = quantised_format(model_path)
+    shapes = tensor_shapes(model_path) if form is None else widened_shapes(form, model_path)
+    for name, shape in sorted(shapes.items()):
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] in target_modules:
-            tensors |= _random_pair(f"base_model.model.{module}", weight.shape, rank, scale, generator)
+            tensors |= _random_pair(f"base_model.model.{module}", shape, rank, scale, generator)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

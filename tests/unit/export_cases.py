@@ -93,8 +93,8 @@ def publish(folder: Path, model: Path, version: int, scale: float) -> None:
 
 def flags(run: RunDir, **changes: Any) -> ExportFlags:
     given: dict[str, Any] = {
-        "run": run.root, "step": None, "best": False, "merge": False, "gguf": False, "dtype": None,
-        "out": None, "base_name": None, "push": None, "public": False,
+        "run": run.root, "step": None, "best": False, "merge": False, "merge_into": None, "gguf": False,
+        "dtype": None, "out": None, "base_name": None, "push": None, "public": False,
     }  # fmt: skip
     return ExportFlags(**(given | changes))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,7 @@ def canary(seed: int, move: float) -> tuple[Canary, Array, Array, np.random.Gene
 
 def outcome(logprobs: Array, known: Canary, **given: Array) -> Check | None:
     """The check, or None if it refused."""
-    rows = {name: [row.tolist()] for name, row in given.items()}
+    rows: dict[str, Any] = {name: [row.tolist()] for name, row in given.items()}
     try:
         return check_export("w", "p", [logprobs.tolist()], known, is_exact=bool(given), **rows)
     except RunFailed:

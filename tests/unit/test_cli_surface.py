@@ -32,8 +32,8 @@ FLAGS = {
         *LOGGING,
     },
     "export": {
-        "--step", "--best", "--merge", "--dtype", "--gguf", "--out", "--base-name", "--check-vllm", "--push",
-        "--public", "--json", *LOGGING,
+        "--step", "--best", "--merge", "--merge-into", "--dtype", "--gguf", "--out", "--base-name",
+        "--check-vllm", "--push", "--public", "--json", *LOGGING,
     },
     "replay": {"--set", "--step", "--json", *LOGGING},
     "serve": {"--model", "--step", "--host", "--port", "--set", *LOGGING},

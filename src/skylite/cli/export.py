@@ -42,6 +42,15 @@ Merge = Annotated[
         rich_help_panel=FORM,
     ),
 ]
+MergeInto = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="For a quantised base: merge into the 16-bit model that it was made from, a hub id or a folder. "
+        "Default: into the widened weights.",
+        rich_help_panel=FORM,
+    ),
+]
 Dtype = Annotated[
     str | None,
     typer.Option(
@@ -88,6 +97,7 @@ def export(
     step: Step = None,
     best: Best = False,
     merge: Merge = False,
+    merge_into: MergeInto = None,
     dtype: Dtype = None,
     gguf: Gguf = False,
     out: Out = None,
@@ -99,8 +109,8 @@ def export(
 ) -> None:
     """Write the folder, print what its checks measured, and push it if asked."""
     flags = ExportFlags(
-        run=target or newest_run(), step=step, best=best, merge=merge, gguf=gguf, dtype=dtype, out=out,
-        base_name=base_name, push=push, public=public,
+        run=target or newest_run(), step=step, best=best, merge=merge, merge_into=merge_into, gguf=gguf,
+        dtype=dtype, out=out, base_name=base_name, push=push, public=public,
     )  # fmt: skip
     if check_vllm and gguf and not merge:
         raise ConfigError("--check-vllm cannot check a GGUF file.", "Remove it, or add --merge.")
@@ -108,6 +118,8 @@ def export(
     plan = plan_export(flags)
     form = "merged weights" if plan.has_merged_weights else "the adapter"
     logger.info(f"exporting {form} of {plan.name} for {plan.base_name} to {plan.out}")
+    if plan.merged_into not in ("", plan.base_name):
+        logger.info(f"merging into {plan.merged_into}")
     launcher = None
     if check_vllm:
         launcher = allowed_launcher(plan.run_config.config, Provenance(file=plan.served.adapter.path))

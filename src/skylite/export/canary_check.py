@@ -50,12 +50,14 @@ class Check:
     is_verified: bool
     """Whether the export is told from the base. Otherwise the move is too small to tell."""
     note: str = ""
+    reference: str = "the trainer's"
+    """Whose logprobs these should be."""
 
     def __str__(self) -> str:
         moved = "" if self.projection is None else f", {100 * self.projection:.1f} % of the adapter's move"
         return (
-            f"{self.what}, computed by {self.by}: logprobs of {self.tokens} canary tokens differ from the "
-            f"trainer's by {self.gap_mean:.2g} nats on average, {self.gap_max:.2g} at most{moved}"
+            f"{self.what}, computed by {self.by}: logprobs of {self.tokens} canary tokens differ from "
+            f"{self.reference} by {self.gap_mean:.2g} nats on average, {self.gap_max:.2g} at most{moved}"
             f"{'' if self.is_verified else f' ({TOO_SMALL} from the base)'}"
         )
 
@@ -69,6 +71,7 @@ def check_export(
     is_exact: bool,
     rounded: Rows | None = None,
     base: Rows | None = None,
+    reference: str = "the trainer's",
 ) -> Check:
     """Compare an export's logprobs with the right ones. Raises RunFailed if it is another model.
 
@@ -77,6 +80,7 @@ def check_export(
         rounded: what the adapter's weights give once they are rounded to the export's type. So rounding is no
             difference. None: the weights are not rounded, and the trainer's logprobs are right.
         base: of the base, computed by the same program. None: not known.
+        reference: whose logprobs are in the canary.
     """
     own, policy, start = flat(logprobs), flat(canary.policy_logprobs), flat(canary.base_logprobs)
     right = policy if rounded is None else flat(rounded)
@@ -106,6 +110,31 @@ def check_export(
         note=f"the rounded weights keep {100 * kept:.0f} % of the adapter's move; --dtype float32 keeps all"
         if lost
         else "",
+        reference=reference,
+    )
+
+
+def compare_bases(what: str, by: str, logprobs: Rows, base: Rows, canary: Canary) -> Check:
+    """How an adapter moves the logprobs of another base than its own, beside how it moves those of its own.
+
+    Another base has other logprobs, so nothing is refused.
+    """
+    own, own_base, policy, start = map(flat, (logprobs, base, canary.policy_logprobs, canary.base_logprobs))
+    moved = [s + o - b for s, o, b in zip(start, own, own_base, strict=True)]
+    kept = _projection(moved, policy, start)
+    gaps = [abs(a - b) for a, b in zip(own, policy, strict=True)]
+    between = sum(abs(b - s) for b, s in zip(own_base, start, strict=True)) / len(own)
+    return Check(
+        what=what,
+        by=by,
+        tokens=len(own),
+        gap_max=max(gaps),
+        gap_mean=sum(gaps) / len(gaps),
+        base_distance=sum(abs(p - b) for p, b in zip(policy, start, strict=True)) / len(own),
+        projection=None if math.isnan(kept) else kept,
+        is_verified=True,
+        note="this is not the model that was trained: without the adapter its logprobs differ by "
+        f"{between:.2g} nats on average from those of the quantised base",
     )
 
 

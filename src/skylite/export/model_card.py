@@ -16,7 +16,7 @@ from skylite.errors import DataError
 from skylite.evaluation.confidence_interval import score_name, score_value
 from skylite.export.canary_check import Check
 from skylite.export.plan import ExportPlan
-from skylite.hub.text_model import is_wrapper, read_config
+from skylite.hub.text_model import is_wrapper, quantised_format, read_config
 from skylite.run.metrics_file import read_metrics
 from skylite.untrusted_text import plain
 
@@ -49,7 +49,7 @@ def front_matter(plan: ExportPlan) -> str:
 
     library = "transformers" if plan.merge else "gguf" if plan.gguf else "peft"
     card = ModelCardData(
-        base_model=None if plan.is_base_local else plan.base_name,
+        base_model=base_model(plan),
         library_name=library,
         pipeline_tag="text-generation",
         tags=["lora", "reinforcement-learning", plan.run_config.config.algorithm.name, "skylite"],
@@ -63,11 +63,31 @@ def what_it_is(plan: ExportPlan) -> str:
         forms = [f for f, wanted in (("safetensors", plan.merge), ("GGUF", plan.gguf)) if wanted]
         kind = f"Merged weights ({plan.dtype}, {' and '.join(forms)})"
     config = plan.run_config.config
+    merged = ""
+    if plan.original is not None:
+        merged = (
+            "The adapter was trained on that quantised model, and is merged into the one that it was made "
+            f"from, {code(shown_original(plan))}: near the model that was trained, not equal to it. "
+        )
+    elif quantised_format(plan.base.path) is not None and plan.has_merged_weights:
+        merged = "It is merged into the widened weights of that quantised model: the model that was trained. "
     return (
         f"{kind} for {code(shown_base(plan))}, trained with {code(config.algorithm.name)} on verifiable "
-        f"rewards. It is the policy after step {plan.served.adapter.version} of {config.num_steps}. "
+        f"rewards. {merged}It is the policy after step {plan.served.adapter.version} of {config.num_steps}. "
         f"Made by skylite {code(plan.run_config.skylite_version)}. The base model's licence applies."
     )
+
+
+def base_model(plan: ExportPlan) -> str | None:
+    """Hub id of the model below the export; None for a local folder."""
+    if plan.original is not None:
+        return plan.original_name if plan.original.revision is not None else None
+    return None if plan.is_base_local else plan.base_name
+
+
+def shown_original(plan: ExportPlan) -> str:
+    """The original without the folders of this machine."""
+    return base_model(plan) or Path(plan.original_name).name
 
 
 def shown_base(plan: ExportPlan) -> str:

@@ -17,8 +17,9 @@ from skylite.config.train import RunConfig
 from skylite.errors import ConfigError, ModelError
 from skylite.evaluation.confidence_interval import score_name, score_value
 from skylite.export.gguf import find_converter
+from skylite.export.original import check_shapes
 from skylite.hub.resolve import PROMPT_FILES, ResolvedModel, model_files, resolve_model
-from skylite.hub.text_model import model_shapes
+from skylite.hub.text_model import model_shapes, quantised_format
 from skylite.processes.hardware import DTYPE_BYTES, available_memory
 from skylite.run.files import format_bytes
 from skylite.run.metrics_file import held_out_scores, scores_are_binary
@@ -42,6 +43,7 @@ class ExportFlags:
     best: bool
     merge: bool
     gguf: bool
+    merge_into: str | None
     dtype: str | None
     out: Path | None
     base_name: str | None
@@ -61,6 +63,10 @@ class ExportPlan:
     base_name: str
     """Hub id of the base, or its local folder."""
     is_base_local: bool
+    original: ResolvedModel | None
+    """The 16-bit model of a quantised base, whose weights a merge takes. None: those of `base`."""
+    original_name: str
+    """Hub id, or local folder; "" without one."""
     scores: dict[int, float]
     """Version -> held-out score that the run recorded."""
     is_binary: bool
@@ -81,6 +87,21 @@ class ExportPlan:
         return self.merge or self.gguf
 
     @property
+    def weights_path(self) -> Path:
+        """The model to whose weights a merge adds the adapter."""
+        return self.base.path if self.original is None else self.original.path
+
+    @property
+    def merged_into(self) -> str:
+        """The weights to which a merge adds the adapter, for people; "" without a merge."""
+        if not self.has_merged_weights:
+            return ""
+        form = quantised_format(self.base.path)
+        if form is None or self.original is not None:
+            return self.original_name or self.base_name
+        return f"the widened weights of {self.base_name} ({form.name})"
+
+    @property
     def num_bytes(self) -> int:
         """Disk space while it is written."""
         adapter = self.manifest.weights_bytes + sum(f.stat().st_size for f in prompt_files(self.base.path))
@@ -95,6 +116,11 @@ def plan_export(flags: ExportFlags) -> ExportPlan:
             f"--dtype {flags.dtype} is for merged weights, and an adapter keeps its own.",
             "Add --merge, or remove --dtype.",
         )
+    if flags.merge_into is not None and not (flags.merge or flags.gguf):
+        raise ConfigError(
+            f"--merge-into {flags.merge_into} is for merged weights.",
+            "Add --merge or --gguf, or remove --merge-into.",
+        )
     if (flags.run / "adapter_config.json").is_file():
         raise ConfigError(
             f"{flags.run} is an adapter folder; export needs the run, for its canary and its settings.",
@@ -108,6 +134,9 @@ def plan_export(flags: ExportFlags) -> ExportPlan:
     out = flags.out or default_out(served, served.run, flags)
     manifest = read_manifest(served.adapter.path, verify_hash=False)  # find_adapter has verified it
     base = recorded_base(served.run_config, manifest)
+    original = None if flags.merge_into is None else resolve_model(flags.merge_into)
+    if original is not None:
+        check_shapes(base.path, original.path)
     base_name, is_local = name_of_base(flags.base_name, served.run_config, base, flags.push)
     plan = ExportPlan(
         run=served.run,
@@ -117,11 +146,13 @@ def plan_export(flags: ExportFlags) -> ExportPlan:
         base=base,
         base_name=base_name,
         is_base_local=is_local,
+        original=original,
+        original_name=flags.merge_into or "",
         scores=held_out_scores(served.run, served.run_config.config.eval),
         is_binary=scores_are_binary(served.run),
         merge=flags.merge,
         gguf=flags.gguf,
-        dtype=checked_dtype(flags.dtype) or dtype_of(base.path),
+        dtype=checked_dtype(flags.dtype) or dtype_of((original or base).path),
         num_parameters=sum(math.prod(shape) for shape in model_shapes(base.path).values()),
         out=out.absolute(),
     )

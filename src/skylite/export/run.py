@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import skylite
+from skylite.adapters.manifest import Canary
 from skylite.data.prompts import first_messages
 from skylite.engine.connections import Address
 from skylite.engine.interface import BASE_NAME, Launcher
@@ -30,9 +31,9 @@ CARD = "README.md"
 def export(plan: ExportPlan, *, launcher: Launcher | None) -> list[Check]:
     """Write the export's folder, complete and checked, or nothing. Raises SkyliteError subclasses."""
     with atomic_folder(plan.out, plan.num_bytes) as folder:
-        checks = export_weights(plan, folder)
+        checks, canary = export_weights(plan, folder)
         if launcher is not None:
-            checks.append(asyncio.run(_check_with_engine(plan, folder, launcher)))
+            checks.append(asyncio.run(_check_with_engine(plan, folder, launcher, canary)))
         data = data_info(plan.run_config.config)
         (folder / CARD).write_text(model_card(plan, data, checks), encoding="utf-8")
         if data is not None and (messages := first_messages(data)):
@@ -56,6 +57,8 @@ def record_of(plan: ExportPlan, folder: Path, checks: list[Check]) -> dict[str, 
         "base_fingerprint": plan.base.fingerprint,
         "base_fingerprint_of_run": plan.manifest.base_fingerprint,
         "merged": plan.merge,
+        "merged_into": plan.merged_into or None,
+        "merged_into_fingerprint": plan.original.fingerprint if plan.original is not None else None,
         "gguf": plan.gguf,
         "dtype": plan.dtype if plan.has_merged_weights else plan.manifest.dtype,
         "checks": [asdict(check) for check in checks],
@@ -63,9 +66,9 @@ def record_of(plan: ExportPlan, folder: Path, checks: list[Check]) -> dict[str, 
     }
 
 
-async def _check_with_engine(plan: ExportPlan, folder: Path, launcher: Launcher) -> Check:
+async def _check_with_engine(plan: ExportPlan, folder: Path, launcher: Launcher, canary: Canary) -> Check:
     """Serve the folder with an engine and compare its logprobs."""
-    config, canary = plan.run_config.config, plan.manifest.canary
+    config = plan.run_config.config
     adapter = None if plan.merge else AdapterVersion(plan.served.adapter.version, folder)
     served = None if adapter is None else replace(plan.served, adapter=adapter)
     model_path = folder if plan.merge else plan.base.path
@@ -87,7 +90,13 @@ async def _check_with_engine(plan: ExportPlan, folder: Path, launcher: Launcher)
     is_exact = spec.dtype == "float32" and (adapter is not None or plan.dtype == "float32")
     what = "adapter weights" if adapter is not None else f"merged weights in {plan.dtype}"
     return check_export(
-        what, f"{vllm_version()} in {spec.dtype}", logprobs, canary, is_exact=is_exact, base=base
+        what,
+        f"{vllm_version()} in {spec.dtype}",
+        logprobs,
+        canary,
+        is_exact=is_exact,
+        base=base,
+        reference="the trainer's" if plan.original is None else "PEFT's on these weights",
     )
 
 

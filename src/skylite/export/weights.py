@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.adapters.import_adapter import CONFIG, WarmStart, is_a, path_of, read_warm_start
+from skylite.adapters.manifest import Canary
 from skylite.adapters.target_modules import pattern_value
 from skylite.adapters.tensor_file import WEIGHTS
 from skylite.data.chat_tokenizer import (
@@ -25,11 +26,13 @@ from skylite.export.canary_check import (
     Check,
     check_base,
     check_export,
+    compare_bases,
     load_float32,
     model_logprobs,
     versions,
 )
 from skylite.export.gguf import check_gguf, convert_to_gguf
+from skylite.export.original import check_weights
 from skylite.export.plan import ExportPlan, adapter_weights, prompt_files
 from skylite.hub.resolve import check_folder as check_model_folder
 from skylite.hub.resolve import model_files
@@ -43,23 +46,26 @@ PROCESSOR_FILES = ("*processor_config.json",)
 OLD_TEMPLATE = "chat_template.json"
 
 
-def export_weights(plan: ExportPlan, folder: Path) -> list[Check]:
-    """Write what the plan asks for into `folder` and check it. Raises SkyliteError subclasses."""
+def export_weights(plan: ExportPlan, folder: Path) -> tuple[list[Check], Canary]:
+    """Write what the plan asks for into `folder` and check it. Raises SkyliteError subclasses.
+
+    Returns the checks, and the canary that the export has: the run's, or that of the original weights.
+    """
     if not plan.has_merged_weights:
         write_adapter(plan, folder, plan.base_name)
         with long_work("loading the base model and the adapter in float32"):
-            return [load_adapted(plan, folder).check]
+            return [load_adapted(plan, folder).check], plan.manifest.canary
     merged = folder if plan.merge else folder / "merged"
-    checks, merged_logprobs = write_merged(plan, merged)
+    checks, canary, merged_logprobs = write_merged(plan, merged)
     if plan.gguf:
         file = folder / f"{plan.name}-{plan.dtype}.gguf"
         with long_work("converting to GGUF"):
             convert_to_gguf(merged, file, plan.dtype)
         with long_work("loading the GGUF file"):
-            checks += check_gguf(file, plan.manifest.canary, merged_logprobs)
+            checks += check_gguf(file, canary, merged_logprobs)
         if not plan.merge:
             remove_tree(merged)
-    return checks
+    return checks, canary
 
 
 def write_adapter(plan: ExportPlan, folder: Path, base_name: str) -> None:
@@ -144,6 +150,10 @@ class Adapted:
     base_logprobs: list[list[float]]
     """Of the canary, without the adapter."""
     check: Check
+    canary: Canary
+    """What merged weights must compute: the trainer's logprobs, or on original weights PEFT's."""
+    reference: str
+    """Whose these are."""
 
 
 def load_adapted(plan: ExportPlan, adapter: Path) -> Adapted:
@@ -158,30 +168,51 @@ def load_adapted(plan: ExportPlan, adapter: Path) -> Adapted:
     logprobs = model_logprobs(adapted, canary.sequences)
     by = f"{versions('transformers', 'peft')} in float32"
     check = check_export("adapter weights", by, logprobs, canary, is_exact=True, base=base)
-    return Adapted(adapted, base, check)
+    return Adapted(adapted, base, check, canary, "the trainer's")
 
 
-def write_merged(plan: ExportPlan, folder: Path) -> tuple[list[Check], list[list[float]]]:
+def load_on_original(plan: ExportPlan, adapter: Path) -> Adapted:
+    """The 16-bit model of a quantised base in float32 with the adapter folder on it.
+
+    Raises ModelError if the base was not made from it.
+    """
+    from peft import PeftModel
+
+    check_weights(plan.base.path, plan.weights_path)
+    model, canary = load_float32(plan.weights_path), plan.manifest.canary
+    base = model_logprobs(model, canary.sequences)
+    adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
+    logprobs = model_logprobs(adapted, canary.sequences)
+    by = f"{versions('transformers', 'peft')} in float32"
+    check = compare_bases(f"adapter on {plan.original_name}", by, logprobs, base, canary)
+    canary = canary.model_copy(update={"policy_logprobs": logprobs, "base_logprobs": base})
+    return Adapted(adapted, base, check, canary, "PEFT's on these weights")
+
+
+def write_merged(plan: ExportPlan, folder: Path) -> tuple[list[Check], Canary, list[list[float]]]:
     """Merge in float32, check, cast, save, and check what was saved.
 
-    Returns the checks, and the logprobs [S][L - 1] of the canary with the weights as they were cast.
+    Returns the checks, the canary that the weights must have, and its logprobs [S][L - 1] with the weights as
+    they were cast.
     """
     import torch
 
     temporary = folder / "adapter"
     try:
         with long_work("loading the base model and the adapter in float32"):
-            write_adapter(plan, temporary, str(plan.base.path))
-            adapted = load_adapted(plan, temporary)
+            write_adapter(plan, temporary, str(plan.weights_path))
+            load = load_adapted if plan.original is None else load_on_original
+            adapted = load(plan, temporary)
     finally:
         remove_tree(temporary)
-    canary, base = plan.manifest.canary, adapted.base_logprobs
+    canary, base, reference = adapted.canary, adapted.base_logprobs, adapted.reference
+    checks = [] if plan.original is None else [adapted.check]
     by = f"{versions('transformers', 'peft')} in float32"
     with long_work("merging"):
         merged = adapted.model.merge_and_unload(safe_merge=True)
         logprobs = model_logprobs(merged, canary.sequences)
         what = "merged weights before the cast"
-        checks = [check_export(what, by, logprobs, canary, is_exact=True, base=base)]
+        checks.append(check_export(what, by, logprobs, canary, is_exact=True, base=base, reference=reference))
         dtype = getattr(torch, plan.dtype)
         for weight in merged.parameters():  # rounded, but still float32: only the weights are under test
             weight.data = weight.data.to(dtype).float()
@@ -191,22 +222,20 @@ def write_merged(plan: ExportPlan, folder: Path) -> tuple[list[Check], list[list
     gc.collect()
     copy_prompt_files(plan, folder)
     with long_work("loading the merged model"):
-        return [*checks, check_folder(plan, folder, rounded, base)], rounded
-
-
-def check_folder(
-    plan: ExportPlan, folder: Path, rounded: list[list[float]], base: list[list[float]]
-) -> Check:
-    """Load merged weights from their folder and check them.
-
-    `rounded`, `base`: logprobs of the canary with the weights that were to be saved, and without the adapter.
-    """
-    logprobs = model_logprobs(load_float32(folder), plan.manifest.canary.sequences)
-    what, by = f"merged weights in {plan.dtype}", f"{versions('transformers')} in float32"
-    canary = plan.manifest.canary
-    if plan.dtype == "float32":
-        return check_export(what, by, logprobs, canary, is_exact=True, base=base)
-    return check_export(what, by, logprobs, canary, is_exact=True, rounded=rounded, base=base)
+        logprobs = model_logprobs(load_float32(folder), canary.sequences)
+    checks.append(
+        check_export(
+            f"merged weights in {plan.dtype}",
+            f"{versions('transformers')} in float32",
+            logprobs,
+            canary,
+            is_exact=True,
+            rounded=None if plan.dtype == "float32" else rounded,
+            base=base,
+            reference=reference,
+        )
+    )
+    return checks, canary, rounded
 
 
 def write_template(template: ChatTemplate, folder: Path) -> None:

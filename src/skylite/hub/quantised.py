@@ -57,6 +57,9 @@ class Format(Protocol):
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """[O, I] in `dtype`: the values of a matrix."""
 
+    def half_step(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """float32 [O, I]: how far a value is from where the next begins. Rounding moved it by no more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
@@ -81,11 +84,24 @@ class Fp8:
         return parts
 
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        weight, scale = parts["weight"], parts[self.scale].to(dtype)
+        return parts["weight"].to(dtype) * self._scales(parts, dtype)
+
+    def half_step(self, parts: Mapping[str, Tensor]) -> Tensor:
+        import torch
+
+        weight = parts["weight"].to(torch.float32)
+        smallest = torch.tensor(2.0**-6)  # from here to 0 numbers are equally far apart
+        exponents = torch.frexp(torch.maximum(weight.abs(), smallest)).exponent
+        return torch.ldexp(torch.ones_like(weight), exponents - 5) * self._scales(parts, torch.float32)
+
+    def _scales(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """[O, I], [O, 1] or [1, 1]."""
+        scale, (rows, columns) = parts[self.scale].to(dtype), parts["weight"].shape
         if self.block is None:
-            return weight.to(dtype) * scale.reshape(-1, 1)
-        of_rows = scale.repeat_interleave(self.block[0], 0)[: weight.shape[0]]
-        return weight.to(dtype) * of_rows.repeat_interleave(self.block[1], 1)[:, : weight.shape[1]]
+            return scale.reshape(-1, 1)
+        return scale.repeat_interleave(self.block[0], 0)[:rows].repeat_interleave(self.block[1], 1)[
+            :, :columns
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +129,9 @@ class PackedInt:
         zeros = None if self.symmetric else _unpack(parts["weight_zero_point"], self.bits, dim=0)
         return _scaled(numbers, zeros, parts["weight_scale"].to(dtype), self.bits)
 
+    def half_step(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return _half_scales(parts["weight_scale"], self.shape(parts["weight_packed"].shape)[1])
+
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
@@ -132,6 +151,9 @@ class Gptq:
     def widen(self, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         numbers = _unpack(parts["qweight"], self.bits, dim=0).t()
         return _scaled(numbers, None, parts["scales"].to(dtype).t(), self.bits)
+
+    def half_step(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return _half_scales(parts["scales"].t(), self.shape(parts["qweight"].shape)[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +176,9 @@ class Awq:
             for part in ("qweight", "qzeros")
         )
         return _scaled(numbers, zeros, parts["scales"].to(dtype).t(), 4)
+
+    def half_step(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return _half_scales(parts["scales"].t(), self.shape(parts["qweight"].shape)[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +222,16 @@ class Bits4:
         pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], 1)  # the high half comes first
         numbers = pairs.index_select(0, parts["weight"].flatten().int())
         return numbers.view(*scales.shape, -1).mul_(scales[..., None]).flatten(1).to(dtype)
+
+    def half_step(self, parts: Mapping[str, Tensor]) -> Tensor:
+        import torch
+        from torch.nn import functional
+
+        values = parts["weight.quant_map"]
+        order = values.argsort()
+        gaps = values[order].diff().float()
+        halves = torch.maximum(functional.pad(gaps, (1, 0)), functional.pad(gaps, (0, 1))) / 2
+        return self.widen({**parts, "weight.quant_map": halves[order.argsort()]}, torch.float32)
 
     def _scales(self, parts: Mapping[str, Tensor]) -> Tensor:
         """float32 [O, blocks]."""
@@ -439,6 +474,11 @@ def _scaled(numbers: Tensor, zeros: Tensor | None, scales: Tensor, bits: int) ->
     of_groups = _groups(numbers.to(scales.dtype), numbers.shape[1] // scales.shape[1])
     shifted = of_groups - (2 ** (bits - 1) if zeros is None else zeros.to(scales.dtype)[..., None])
     return (shifted * scales[..., None]).flatten(1)
+
+
+def _half_scales(scales: Tensor, columns: int) -> Tensor:
+    """float32 [O, I] of scales [O, G]."""
+    return scales.float().repeat_interleave(columns // scales.shape[1], 1) / 2
 
 
 def _groups(rows: Tensor, size: int) -> Tensor:
