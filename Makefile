@@ -22,6 +22,8 @@ TOOLS := constraints/setup.txt
 PEERS := constraints/peers.txt
 # verifiers and what it needs, for the tests of its environments (tests/unit/verifiers_cases.py).
 VERIFIERS := constraints/verifiers.txt
+# Tinker's client, for the tests of `skylite service` (tests/e2e/test_service.py).
+TINKER := constraints/tinker.txt
 # The extras of pyproject.toml with the loggers' libraries.
 LOGGERS := tensorboard,wandb,trackio,mlflow,swanlab
 # Builds the site, in an environment of its own: nothing else needs it.
@@ -162,7 +164,7 @@ lock: $(READY) ## write the package versions in .venv to constraints/cpu.txt (CP
 	@{ grep '^#' $(TORCH); echo "$$(grep '^torch==' $(LOCK)) \\"; \
 		sha256sum $(VENV)/torch/*.whl | sed 's/ .*//; s/^/    --hash=sha256:/'; } > $(VENV)/torch.new \
 		&& cp $(VENV)/torch.new $(TORCH)
-	@for file in $(TOOLS) $(PEERS) $(VERIFIERS); do \
+	@for file in $(TOOLS) $(PEERS) $(VERIFIERS) $(TINKER); do \
 		grep -o '^[^ ]*==[^ ]*' $$file | $(ADD_HASHES) > $(VENV)/hashes || exit 1; \
 		{ grep '^#' $$file; cat $(VENV)/hashes; } > $(VENV)/hashes.new && cp $(VENV)/hashes.new $$file; done
 	@touch $(READY)
@@ -181,7 +183,7 @@ $(READY): $(INSTALLED)
 	touch $@
 endif
 
-$(INSTALLED): pyproject.toml $(LOCK) $(HASHES) $(TORCH) $(TOOLS) $(PEERS) $(VERIFIERS)
+$(INSTALLED): pyproject.toml $(LOCK) $(HASHES) $(TORCH) $(TOOLS) $(PEERS) $(VERIFIERS) $(TINKER)
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) -r $(TOOLS)
 ifeq ($(GPU),)
@@ -193,4 +195,5 @@ else
 endif
 	$(INSTALL) --no-compile --upgrade --target $(VENV)/peers -r $(PEERS)
 	$(INSTALL) --upgrade --target $(VENV)/verifiers -r $(VERIFIERS)
+	$(INSTALL) --upgrade --target $(VENV)/tinker -r $(TINKER)
 	touch $@

@@ -99,6 +99,7 @@ SLOW_UNITS = (
     "test_sandbox",
     "test_shared_base",
     "test_tokenizer",
+    "test_trainer_verbs",
     "test_trajectories",
     "test_trusted_programs",
     "test_unforeseen_errors",

@@ -4,6 +4,7 @@
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pathlib import Path
+    from typing import Any
 
     from skylite.api import Run
 
@@ -17,3 +18,13 @@ def load_run(path: "str | Path") -> "Run":
     from skylite.api import load_run as load
 
     return load(path)
+
+
+def connect(url: str, api_key: "str | None" = None) -> "Any":
+    """Tinker's ServiceClient of a running `skylite service`; docs/how-to/from-tinker.md. Raises ConfigError.
+
+    `api_key`: None: SKYLITE_API_KEY.
+    """
+    from skylite.tinker_client import connect as make
+
+    return make(url, api_key)

@@ -59,6 +59,11 @@ class FakeEngine:
         logprobs: list[float] = await self._ask("/score", {"model": model, "prompt": list(token_ids)})
         return logprobs
 
+    async def top_tokens(
+        self, model: str, token_ids: Sequence[int], count: int
+    ) -> list[list[tuple[int, float]]]:
+        raise RunFailed(f"{self.name} gives no other tokens than those that it samples.")
+
     async def load_adapter(self, adapter: AdapterVersion) -> None:
         body = {"name": adapter.name, "path": str(adapter.path)}
         reply = await self._connections.send("POST", "/load", body, TIMEOUT_S)

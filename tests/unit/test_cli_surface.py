@@ -37,6 +37,10 @@ FLAGS = {
     },
     "replay": {"--set", "--step", "--json", *LOGGING},
     "serve": {"--model", "--step", "--host", "--port", "--set", *LOGGING},
+    "service": {
+        "--out", "--host", "--port", "--dry-run", "--max-length", "--policies", "--session-timeout",
+        "--model", "--rank", "--set", *LOGGING,
+    },
     "adapters": set(),
     "watch": {"--json", *LOGGING},
     "report": {"--out", "--completions", "--json", *LOGGING},
@@ -65,6 +69,7 @@ def test_the_flags_are_unchanged() -> None:
 WITHOUT_JSON = {
     "train": "--dry-run prints JSON; watch --json follows a run",
     "serve": "runs until it is stopped",
+    "service": "runs until it is stopped",
     "chat": "a conversation",
 }
 

@@ -48,7 +48,7 @@ def test_a_request_for_samples_sets_every_parameter(tmp_path: Path) -> None:
         "model": "m", "prompt": [7, 8],
         "n": 1, "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 20,
         "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-        "stop": [], "include_stop_str_in_output": False,
+        "stop": [], "include_stop_str_in_output": False, "ignore_eos": False,
         "stop_token_ids": [5, 6], "seed": 40, "logprobs": 0, "return_token_ids": True,
             "vllm_xargs": {"skylite_batched": 1},
     }  # fmt: skip
@@ -65,6 +65,19 @@ def test_a_request_for_logprobs(tmp_path: Path) -> None:
     assert answer == [-1.5, -2.0]
     body = {"model": "m", "prompt": [7, 8, 9], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
     assert seen == [("POST /v1/completions", body)]
+
+
+def test_a_request_for_the_most_likely_tokens(tmp_path: Path) -> None:
+    """vLLM adds the prompt's own token, here 8 and 9, to those that were asked for."""
+    first = {"8": {"logprob": -5.0}, "4": {"logprob": -0.9}, "3": {"logprob": -0.6}}
+    rows = [None, first, {"9": {"logprob": -0.2}, "1": {"logprob": -2.0}}]
+    answer, seen = requests_of(
+        tmp_path,
+        replies({"choices": [{"prompt_logprobs": rows}]}),
+        lambda c: c.top_tokens("m", (7, 8, 9), 2),
+    )
+    assert answer == [[(3, -0.6), (4, -0.9)], [(9, -0.2), (1, -2.0)]]
+    assert seen[0][1]["prompt_logprobs"] == 2
 
 
 def test_adapters_are_loaded_and_unloaded_by_name(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class Skylite(Program):
         "Train": ("prepare", "train", "replay", "env"),
         "Look at runs": ("watch", "report", "samples", "runs", "adapters"),
         "Use an adapter": ("eval", "serve", "chat", "export"),
+        "Write your own loop": ("service",),
         "Machine and loggers": ("doctor", "models", "log"),
     }
 

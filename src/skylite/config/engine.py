@@ -31,6 +31,9 @@ class EngineConfig(Section):
     """Share of each GPU's memory that an engine may use (GPU only); the trainer needs the rest."""
     kv_cache_gib: float = Field(2.0, gt=0)
     """Size of the KV cache in GiB (CPU only)."""
+    max_loras: int | None = Field(None, ge=1)
+    """Adapters that an engine samples from at once; more take turns. none: as many versions as a run needs;
+    `skylite service` takes 4."""
     max_num_seqs: int = Field(128, ge=1)
     """Maximum sequences that one engine decodes at once. Unless you set it: on a GPU all of a step,
     if these are more, as far as the KV cache holds them, up to 512."""

@@ -79,6 +79,11 @@ class EnginePool:
             await self._unload_everywhere(adapter)
         return old
 
+    async def unload(self, adapter: AdapterVersion) -> None:
+        """Unload one version, which no request may use."""
+        self.loaded.remove(adapter)
+        await self._unload_everywhere(adapter)
+
     async def _load_everywhere(self, adapter: AdapterVersion) -> None:
         """All or nothing: if one engine fails, the others unload the version before the next attempt."""
         for attempt in range(1, LOAD_ATTEMPTS + 1):

@@ -24,12 +24,13 @@ BASE_NAME = "base"
 
 
 def served_versions(config: TrainConfig) -> int:
-    """How many adapter versions a run samples from at once: one, and two if it samples ahead.
+    """How many adapters an engine samples from at once: engine.max_loras. Of a run, one, and two if it
+    samples ahead.
 
     On-policy no request for k is left when k + 1 is loaded. An engine holds one adapter more than it samples
     from at once, so a restarted one can load both.
     """
-    return 1 + config.rollout.max_staleness
+    return config.engine.max_loras or 1 + config.rollout.max_staleness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,8 @@ class Sampling:
     """The model's end-of-turn tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end a completion and stay in its text."""
+    ignore_eos: bool = False
+    """Sample on after the model's end of a text, to `max_tokens`."""
     seed: int
     """Call i of a request uses seed + i."""
 
@@ -156,6 +159,12 @@ class Engine(Protocol):
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
         """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
+
+    async def top_tokens(
+        self, model: str, token_ids: Sequence[int], count: int
+    ) -> list[list[tuple[int, float]]]:
+        """[L - 1] the `count` most likely tokens with their logprobs, at the place of all tokens but the
+        first. The best comes first. RunFailed if the engine gives none, or fewer."""
 
     async def load_adapter(self, adapter: AdapterVersion) -> None:
         """Load a version under its own name, which no other version ever has."""

@@ -86,6 +86,12 @@ class RetryingEngine:
         """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
         return await self._with_retries(lambda client: client.score(model, token_ids))
 
+    async def top_tokens(
+        self, model: str, token_ids: Sequence[int], count: int
+    ) -> list[list[tuple[int, float]]]:
+        """[L - 1] the most likely tokens with their logprobs, at the place of all tokens but the first."""
+        return await self._with_retries(lambda client: client.top_tokens(model, token_ids, count))
+
     async def load_adapter(self, adapter: AdapterVersion) -> None:
         """Load a version under its own name. Raises SyncFailed if the engine refuses it."""
         attempts = 0

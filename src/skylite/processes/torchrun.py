@@ -13,11 +13,17 @@ from skylite.processes.gpus import cuda_env
 
 
 def trainer_command(run: Path, rendezvous: Path, num_ranks: int, *, resume: bool) -> list[str]:
-    """torchrun with `num_ranks` processes of skylite.trainer.worker on this machine.
+    """torchrun with skylite.trainer.worker, for the run folder `run`."""
+    words = [str(run), *(["--resume"] if resume else [])]
+    return torchrun_command(rendezvous, num_ranks, "skylite.trainer.worker", words)
+
+
+def torchrun_command(rendezvous: Path, num_ranks: int, module: str, words: Sequence[str]) -> list[str]:
+    """torchrun with `num_ranks` processes of a module on this machine.
 
     Args:
-        run: the run folder.
         rendezvous: an existing folder for the rendezvous files of torchrun and the ranks.
+        words: the module's arguments.
     """
     # Not --standalone: it opens a TCP store on all interfaces without a key, and unpickles what it receives
     # there. The ranks use another file store (model/process_group.py). The keep-alive interval is long,
@@ -26,7 +32,7 @@ def trainer_command(run: Path, rendezvous: Path, num_ranks: int, *, resume: bool
     options = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", str(rendezvous / start)]
     options += ["--rdzv-conf", "store_type=file,keep_alive_interval=3600", "--rdzv-id", start]
     command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", str(num_ranks)]
-    return [*command, "-m", "skylite.trainer.worker", str(run), *(["--resume"] if resume else [])]
+    return [*command, "-m", module, *words]
 
 
 def trainer_env(num_threads: int, gpus: Sequence[int] = ()) -> dict[str, str]:

@@ -286,6 +286,7 @@ ROUNDING_CHANGES = (
     "engine.gpu_memory_utilization",
     "engine.gpus",
     "engine.tensor_parallel",
+    "engine.max_loras",
 )
 """Settings that change how a step is computed: its result stays the same up to rounding."""
 

@@ -47,8 +47,12 @@ def save_checkpoint(
 ) -> None:
     """Write `checkpoints/step-000010/` unless it exists. Rank 0 only. The parent deletes old checkpoints."""
     path = run.checkpoint_path(step)
-    if path.exists():
-        return
+    if not path.exists():
+        write_checkpoint(path, step, config, optimizers)
+
+
+def write_checkpoint(path: Path, step: int, config: TrainConfig, optimizers: Sequence[FlatAdamW]) -> None:
+    """Write a checkpoint as the folder `path`, which does not exist. Rank 0 only. Raises WriteFailed."""
     with atomic_folder(path, checkpoint_bytes(optimizers)) as folder:
         files = {k.replace("/", "-"): part for x in optimizers for k, part in _parts(x, _moments(x)).items()}
         hashes = save_tensors(folder, files)

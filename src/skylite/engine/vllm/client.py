@@ -187,6 +187,7 @@ class VllmClient:
             "stop_token_ids": list(sampling.stop_token_ids),
             "stop": list(sampling.stop),
             "include_stop_str_in_output": bool(sampling.stop),
+            "ignore_eos": sampling.ignore_eos,
             "seed": sampling.seed,
             "logprobs": 0,
         }
@@ -212,14 +213,7 @@ class VllmClient:
 
     async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
         """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
-        request = {
-            "model": model,
-            "prompt": list(token_ids),
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "prompt_logprobs": 0,
-        }
-        rows = (await self._complete(request, _ScoreReply)).choices[0].prompt_logprobs
+        rows = await self._prompt_logprobs(model, token_ids, 0)
         logprobs = [
             row[str(token)].logprob
             for token, row in zip(token_ids, rows, strict=False)
@@ -231,6 +225,36 @@ class VllmClient:
                 f"expected {len(token_ids) - 1}."
             )
         return logprobs
+
+    async def top_tokens(
+        self, model: str, token_ids: Sequence[int], count: int
+    ) -> list[list[tuple[int, float]]]:
+        """[L - 1] the `count` most likely tokens with their logprobs, the best first.
+
+        Raises RunFailed beyond vLLM's limit of 20 (its --max-logprobs).
+        """
+        rows = await self._prompt_logprobs(model, token_ids, count)
+        # vLLM adds the prompt's own token where it is not among them.
+        top = [
+            sorted(((int(token), x.logprob) for token, x in row.items()), key=lambda x: -x[1])[:count]
+            for row in rows[1:]
+            if row is not None
+        ]
+        if len(top) != len(token_ids) - 1 or any(len(row) < count for row in top):
+            raise EngineFailed(f"{self.name} returned too few logprobs for a prompt.")
+        return top
+
+    async def _prompt_logprobs(
+        self, model: str, token_ids: Sequence[int], count: int
+    ) -> list[dict[str, _Token] | None]:
+        request = {
+            "model": model,
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": count,
+        }
+        return (await self._complete(request, _ScoreReply)).choices[0].prompt_logprobs
 
     async def load_adapter(self, adapter: AdapterVersion) -> None:
         """Load a version under its own name. Raises SyncFailed if vLLM refuses it.
