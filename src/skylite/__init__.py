@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from skylite.api import Run
+    from skylite.notebook import LocalTrainer
 
 __version__ = "0.2.0"
 DISTRIBUTION = "skylite-rl"
@@ -28,3 +29,20 @@ def connect(url: str, api_key: "str | None" = None) -> "Any":
     from skylite.tinker_client import connect as make
 
     return make(url, api_key)
+
+
+def open_trainer(
+    model: str,
+    folder: "str | Path" = "notebook",
+    *,
+    rank: int = 16,
+    seed: int = 0,
+    settings: "dict[str, Any] | None" = None,
+) -> "LocalTrainer":
+    """A LoRA policy on a base in this process; docs/how-to/write-your-own-loop.md. Raises SkyliteError.
+
+    `folder`: for its logs and adapters. `settings`: others, such as {"lora.alpha": 64}.
+    """
+    from skylite.notebook import open_trainer as make
+
+    return make(model, folder, rank, seed, settings or {})
