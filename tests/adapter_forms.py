@@ -34,6 +34,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "embeddings": {"target_modules": ["embed_tokens", *ATTENTION], "rank_pattern": {"embed_tokens": 2}},
     "dropout": {"dropout": 0.3},
     "xavier": {"init": "xavier"},
+    "normal": {"init": "normal"},
     "gaussian": {"init": "gaussian"},
     "orthogonal": {"init": "orthogonal"},
 }

@@ -99,9 +99,10 @@ def running_server(
     target_modules: list[str] | None = None,
     dtype: Literal["float32", "bfloat16"] = "float32",
     env: Mapping[str, str] | None = None,
+    max_images: int = 0,
 ) -> Iterator[EngineServer]:
     """Start a server for a tiny model (two adapters in a batch, rank up to 8), yield it when it serves, kill
-    it at the end.
+    it at the end. With `max_images`, adapters may change what reads images.
     """
     with tempfile.TemporaryDirectory(prefix="skylite-") as folder:
         spec = EngineSpec(
@@ -119,6 +120,8 @@ def running_server(
             gpu_memory_utilization=0.5,
             cpu_lora=cpu_lora,
             seed=0,
+            max_images=max_images,
+            tower_lora=max_images > 0,
         )
         child = start(
             ProcessSpec(

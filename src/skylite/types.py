@@ -229,7 +229,11 @@ class TrainingExample:
 
 
 def completion_example(
-    prompt: Sequence[int], completion: Sequence[int], group: int = 0, trajectory: int = 0
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    group: int = 0,
+    trajectory: int = 0,
+    images: tuple[ImageTokens, ...] = (),
 ) -> TrainingExample:
     """A completion that the trainer scores, such as one of the canary's."""
     return TrainingExample(
@@ -237,6 +241,7 @@ def completion_example(
         weights=np.repeat(np.array([0, 1], dtype=np.float32), [len(prompt), len(completion)]),
         group=group,
         trajectory=trajectory,
+        images=images,
     )
 
 

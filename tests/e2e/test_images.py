@@ -8,7 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file
 
+from skylite.adapters.manifest import read_manifest
 from skylite.run.rollout_file import read_examples
 from tests.e2e.project import Project
 from tests.e2e.running import DEADLINE_S
@@ -56,7 +58,8 @@ def test_a_vision_model_trains_on_images(project: Project, tmp_path: Path) -> No
         "\n", " "
     )
 
-    done = own.run(*own.train_args(own_run, 2, *args), timeout_s=DEADLINE_S)
+    unfrozen = ("--set", "lora.freeze_vision=false", "--set", "lora.freeze_projection=false")
+    done = own.run(*own.train_args(own_run, 2, *args, *unfrozen), timeout_s=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert "prompts have up to 2 image(s)" in done.stderr.replace("\n", " ")
     lines = own.metrics(own_run)
@@ -68,3 +71,23 @@ def test_a_vision_model_trains_on_images(project: Project, tmp_path: Path) -> No
     examples = read_examples(tmp_path / "run" / "rollouts" / "step-000002.parquet")
     assert all(e.images for e in examples)
     assert all(e.token_ids[i.start] == IMAGE_TOKEN for e in examples for i in e.images)
+    adapter = tmp_path / "run" / "adapters" / "policy-v000002"
+    trained = {n: t for n, t in load_file(adapter / "adapter_model.safetensors").items() if "lora_B" in n}
+    assert {n.split(".")[4] for n in trained if ".visual." in n} == {
+        "blocks",
+        "merger",
+        "deepstack_merger_list",
+    }
+    assert all(tensor.abs().max() > 0 for tensor in trained.values())
+    assert read_manifest(adapter).canary.image is not None, "engines are verified with a picture"
+    merged = own.run("export", own_run, "--merge", "--out", str(tmp_path / "merged"), timeout_s=DEADLINE_S)
+    assert merged.returncode == 0, merged.stderr
+    own_weights, base = (
+        load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", own.model)
+    )
+    assert own_weights.keys() == base.keys()
+    name = "model.visual.blocks.0.attn.qkv.weight"
+    assert (own_weights[name] - base[name]).abs().max() > 0
+    served = own.run("serve", own_run, timeout_s=DEADLINE_S)
+    assert served.returncode == 2
+    assert "has LoRA on the tower that reads images" in served.stderr.replace("\n", " ")

@@ -55,8 +55,8 @@ class FakeEngine:
         )
         return [Call(prompt_token_ids=ids, adapter_version=version, **choice) for choice in choices]
 
-    async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        logprobs: list[float] = await self._ask("/score", {"model": model, "prompt": list(token_ids)})
+    async def score(self, model: str, prompt: EncodedPrompt) -> list[float]:
+        logprobs: list[float] = await self._ask("/score", {"model": model, "prompt": list(prompt.token_ids)})
         return logprobs
 
     async def top_tokens(

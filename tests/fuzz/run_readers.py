@@ -27,7 +27,7 @@ from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.run.status import Status, write_status
 from skylite.trainer.anomaly import consecutive_skips
-from skylite.trainer.canary import longest_prompt, read_canary
+from skylite.trainer.canary import longest_prompt, read_canary, read_canary_image
 from skylite.trainer.checkpoint import load_checkpoint, save_checkpoint
 from skylite.trainer.micro_batch_memory import recorded_tokens
 from skylite.trainer.optimizer import FlatAdamW, make_optimizer
@@ -59,7 +59,11 @@ EVALUATION = {"mean": 0.5, "is_binary": True, "version": 2, "split": "test", "li
 MACHINE = {"versions": {"torch": "2"}, "cpu": {"cores": 2, "name": "x"}}
 STEP_FILES = {
     "micro_batch.json": {"tokens": 64, "reason": "fits", "setting": "auto"},
-    "canary.json": {"sequences": [[1, 2, 3], [4, 5]], "longest_prompt_tokens": 9},
+    "canary.json": {
+        "sequences": [[1, 2, 3], [4, 5]],
+        "longest_prompt_tokens": 9,
+        "image": {"start": 1, "length": 1, "data": "iVBORw0="},
+    },
     "trainer_steps/step-000001.json": {
         "metrics": {"loss": 0.5, "lr": 1e-4}, "trained": [1.0, 2.0], "skipped": "nan",
         "packing": "tree", "tokens_per_micro_batch": 64,
@@ -122,7 +126,7 @@ def _read_step_files(folder: Path) -> None:
     recover_metrics(run, 0, 1)
     read_all(
         lambda _: recorded_tokens(run, "auto"),
-        lambda _: (read_canary(run), longest_prompt(run)),
+        lambda _: (read_canary(run), read_canary_image(run), longest_prompt(run)),
         lambda _: consecutive_skips(run, 2),
         lambda _: run.read_count(run.trainer_step_path(1), "tokens_per_micro_batch"),
     )(folder)

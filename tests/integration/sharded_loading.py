@@ -1,5 +1,5 @@
 """`torchrun -m tests.integration.sharded_loading OUT MODEL...`: what two ranks hold of each model, how many
-of them loaded it in full, and the logprobs they compute.
+of them loaded it in full, and the logprobs and gradients they compute.
 """
 
 from __future__ import annotations
@@ -35,25 +35,37 @@ def main(out: Path, models: list[Path]) -> None:
     with process_group("cpu") as dist:
         for model in models:
             full_loads.clear()
-            config = settings(lora={"target_parameters": BOTH if "moe" in model.name else []})
-            policy, _ = enable_shortcuts(load_policy(resolved(model, model), config, dist), PROBE)
+            policy, _ = enable_shortcuts(
+                load_policy(resolved(model, model), settings(lora=lora_of(model.name)), dist), PROBE
+            )
             sharded = {n: p for n, p in policy.model.named_parameters() if isinstance(p, DTensor)}
             here = torch.tensor([float(sum(p.to_local().numel() for p in sharded.values()))])
             # Ranks of which one has images, and computes the tower, make one forward pass.
             examples = examples_of(model.name if dist.is_main else "")
             tokens = pack_tokens(examples, policy.packing, policy.device, policy.images)
-            with torch.no_grad():
-                logprobs = score(policy, tokens, 1.0)[0]
+            logprobs = score(policy, tokens, 1.0)[0]
+            logprobs.sum().backward()
             weights = {n: p.full_tensor() for n, p in sharded.items()}
             total = float(sum(p.numel() for p in sharded.values()))
             found[model.name] = {
-                "logprobs": logprobs,
+                "logprobs": logprobs.detach(),
+                "gradients": {n: p.grad for n, p in policy.lora.items() if "lora_B" in n},
                 "weights": weights,
                 "share": float(dist.all_reduce_max_(here)) / total,
                 "full_loads": int(dist.all_reduce_sum_(torch.tensor([float(len(full_loads))]))),
             }
         if dist.is_main:
             torch.save(found, out)
+
+
+def lora_of(family: str) -> dict[str, Any]:
+    """LoRA on all that the family may have it on."""
+    reads_images = family in READS_IMAGES
+    return {
+        "target_parameters": BOTH if "moe" in family else [],
+        "freeze_vision": not reads_images,
+        "freeze_projection": not reads_images,
+    }
 
 
 def examples_of(family: str) -> list[TrainingExample]:

@@ -18,7 +18,7 @@ from skylite.model.packing import pack_tokens
 from skylite.model.policy import load_policy, score
 from tests.cases import PROBE
 from tests.decisions import resolved
-from tests.integration.sharded_loading import examples_of
+from tests.integration.sharded_loading import examples_of, lora_of
 from tests.integration.torchrun import run_module
 from tests.small_run import lone_rank, settings
 from tests.tiny_models import make_tiny_model
@@ -71,14 +71,20 @@ def test_experts_are_loaded_once_and_sent(found: Any, models: dict[str, Path]) -
 def test_the_sharded_model_computes_the_same_as_the_full_one(
     family: str, found: Any, models: dict[str, Path]
 ) -> None:
-    with lone_rank() as dist, torch.no_grad():
+    config = settings(lora=lora_of(family))
+    with lone_rank() as dist:
         policy, _ = enable_shortcuts(
-            load_policy(resolved(models[family], models[family]), settings(), dist), PROBE
+            load_policy(resolved(models[family], models[family]), config, dist), PROBE
         )
         tokens = pack_tokens(examples_of(family), policy.packing, policy.device, policy.images)
-        torch.testing.assert_close(
-            found[family]["logprobs"], score(policy, tokens, 1.0)[0], atol=1e-5, rtol=1e-5
-        )
+        logprobs = score(policy, tokens, 1.0)[0]
+        logprobs.sum().backward()
+    torch.testing.assert_close(found[family]["logprobs"], logprobs.detach(), atol=1e-5, rtol=1e-5)
+    right = {n: p.grad for n, p in policy.lora.items() if "lora_B" in n and p.grad is not None}
+    torch.testing.assert_close(found[family]["gradients"], right, atol=1e-4, rtol=1e-4)
+    on_tower = [n for n in right if ".visual." in n]
+    assert bool(on_tower) == (family == "qwen3_vl")
+    assert all(right[n].abs().max() > 0 for n in on_tower), "beside a rank that has no image"
 
 
 @pytest.mark.parametrize("family", ALL)

@@ -87,7 +87,7 @@ def test_the_canarys_logprobs_ignore_the_temperature(server: EngineServer) -> No
     async def ask() -> list[float]:
         client = VllmClient("vllm-test", server.address)
         try:
-            return await client.score(server.base, PROMPT)
+            return await client.score(server.base, EncodedPrompt(PROMPT))
         finally:
             await client.aclose()
 
@@ -123,7 +123,7 @@ def test_a_served_adapter_has_the_logprobs_of_its_trainer(
     async def ask() -> list[list[float]]:
         client = RetryingEngine(VllmClient("vllm-test", server.address))
         try:
-            return [await client.score(tmp_path.name, ids) for ids in SEQUENCES]
+            return [await client.score(tmp_path.name, EncodedPrompt(ids)) for ids in SEQUENCES]
         finally:
             await client.aclose()
 

@@ -61,7 +61,7 @@ class FakeEngine:
         assert not self.in_flight[name]
         self.names.remove(name)
 
-    async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, model: str, prompt: EncodedPrompt) -> list[float]:
         assert model in {*self.names, "base"}
         await asyncio.sleep(0.01)
         return BASE if model == "base" or self.is_wrong(model) else POLICY

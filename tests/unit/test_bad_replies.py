@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from skylite.engine.vllm.client import VllmClient
 from skylite.errors import RunFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Call
+from skylite.types import Call, EncodedPrompt
 from tests.unit.bad_inputs import damaged_bytes, damaged_json
 from tests.unit.bad_server import Behaviour, ask_for, choice, talk
 from tests.unit.fuzzing import FACTOR, generated
@@ -34,7 +34,7 @@ ASKS: dict[str, tuple[Any, Callable[[VllmClient], Awaitable[Any]]]] = {
     "sample": ({"model": "m", "choices": [choice(0), choice(1)]}, ask_for(2)),
     "score": (
         {"choices": [{"prompt_logprobs": [None, {"8": {"logprob": -1.5}}, {"9": {"logprob": -2.5}}]}]},
-        lambda client: client.score("m", [7, 8, 9]),
+        lambda client: client.score("m", EncodedPrompt([7, 8, 9])),
     ),
     "load": ({}, lambda client: client.load_adapter(AdapterVersion(1, Path("/nowhere")))),
     "unload": ({}, lambda client: client.unload_adapter("policy-v000001")),

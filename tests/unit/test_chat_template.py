@@ -250,6 +250,7 @@ def test_an_evaluation_uses_the_template_of_the_run(tmp_path: Path) -> None:
         base_model="m",
         rank=1,
         target_modules=None,
+        is_on_tower=False,
         run=None,
         run_config=run,
     )

@@ -136,7 +136,7 @@ def test_canary_logprobs_of_the_wrong_shape_are_an_error(tmp_path: Path, rows: l
             talk(
                 tmp_path,
                 replies({"choices": [{"prompt_logprobs": rows}]}),
-                lambda c: c.score("m", [7, 8]),
+                lambda c: c.score("m", EncodedPrompt([7, 8])),
             )
         )
 
@@ -150,7 +150,7 @@ def test_canary_logprobs_of_the_wrong_shape_are_an_error(tmp_path: Path, rows: l
 )
 def test_a_score_without_logprobs_names_what_is_missing(tmp_path: Path, body: Any, words: str) -> None:
     with pytest.raises(EngineFailed) as caught:
-        asyncio.run(talk(tmp_path, replies(body), lambda c: c.score("m", [7, 8])))
+        asyncio.run(talk(tmp_path, replies(body), lambda c: c.score("m", EncodedPrompt([7, 8]))))
     assert caught.match(words)
 
 

@@ -13,6 +13,7 @@ from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool
 from skylite.errors import ModelError, SyncFailed
 from skylite.run.run_dir import AdapterVersion
+from skylite.types import EncodedPrompt
 from tests.unit.engine_cases import BASE, POLICY, publish
 
 
@@ -33,7 +34,7 @@ class RecordingEngine:
     async def unload_adapter(self, name: str) -> None:
         self.events.append(f"{self.name} unload {int(name.removeprefix('policy-v'))}")
 
-    async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, model: str, prompt: EncodedPrompt) -> list[float]:
         self.events.append(f"{self.name} canary {model.removeprefix('policy-v').lstrip('0') or '0'}")
         return BASE if model == "base" else self.answers
 

@@ -60,7 +60,7 @@ def test_a_request_for_logprobs(tmp_path: Path) -> None:
     answer, seen = requests_of(
         tmp_path,
         replies({"choices": [{"prompt_logprobs": rows}]}),
-        lambda c: c.score("m", (7, 8, 9)),
+        lambda c: c.score("m", EncodedPrompt((7, 8, 9))),
     )
     assert answer == [-1.5, -2.0]
     body = {"model": "m", "prompt": [7, 8, 9], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}

@@ -14,7 +14,7 @@ from skylite.errors import ConfigError
 from skylite.rollout.replay import copy_for_replay
 from skylite.rollout.resume import recover_metrics
 from skylite.run.run_dir import RunDir
-from skylite.trainer.canary import longest_prompt, read_canary
+from skylite.trainer.canary import longest_prompt, read_canary, read_canary_image
 from skylite.trainer.micro_batch_memory import recorded_tokens
 from tests.logs import logged_messages
 from tests.rows import random_samples, write_samples
@@ -61,6 +61,15 @@ def test_a_canary_without_token_ids_is_refused(sequences: Any, tmp_path: Path) -
         read_canary(run)
     run.canary_path.write_text('{"sequences": [[1, 2], [3, 4, 5]]}')
     assert read_canary(run) == [[1, 2], [3, 4, 5]]
+    assert read_canary_image(run) is None
+
+
+@pytest.mark.parametrize("image", [5, [], {}, {"start": "a", "length": 1, "data": "AAAA"}, {"data": "?"}])
+def test_a_canary_with_a_damaged_picture_is_refused(image: Any, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.canary_path.write_text(json.dumps({"image": image}))
+    with pytest.raises(ConfigError, match="holds a picture without a place"):
+        read_canary_image(run)
 
 
 @pytest.mark.parametrize(

@@ -210,9 +210,10 @@ def test_every_initialisation_starts_at_the_base_with_its_own_spread(
     (a,) = [p for n, p in policy.lora.items() if "layers.0.mlp.down_proj.lora_A" in n]
     (b,) = [p for n, p in policy.lora.items() if "layers.0.mlp.down_proj.lora_B" in n]
     assert (b @ a).abs().max() < 1e-5
-    std = {  # of A [8, 128]: uniform in +-1 / sqrt(128); normal; 1 / rank; random combinations / 10
+    std = {  # of A [8, 128]: uniform in +-1 / sqrt(128); normal; 0.2; 1 / rank; random combinations / 10
         "default": (1 / 128 / 3) ** 0.5,
         "xavier": (2 / (8 + 128)) ** 0.5,
+        "normal": 0.2,
         "gaussian": 1 / 8,
         "orthogonal": (0.5 / 100) ** 0.5,
     }

@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from skylite.adapters.experts import BOTH
+from skylite.adapters.target_modules import last_names
 from skylite.config.lora import LoraConfig
 from skylite.engine.vllm import models as servable_models
 from skylite.engine.vllm.launcher import VllmLauncher
@@ -167,6 +168,19 @@ def test_targets_are_last_parts_because_vllm_has_other_paths() -> None:
     start = command.index("--lora-target-modules") + 1
     assert command[start : start + 3] == ["down_proj", "o_proj", "q_proj"]
     assert command[start + 3].startswith("--")
+
+
+def test_what_reads_images_keeps_its_path_where_others_end_so() -> None:
+    tower = ["blocks.0.attn.proj", "blocks.0.attn.qkv", "merger.mlp.0", "merger.linear_fc1"]
+    modules = ["model.language_model.layers.0.mlp.up_proj", *(f"model.visual.{name}" for name in tower)]
+    assert last_names(last_names(modules)) == last_names(modules)
+    spec = replace(SPEC, target_modules=modules, max_images=1, tower_lora=True)
+    command = VllmLauncher().command(spec)
+    start = command.index("--lora-target-modules") + 1
+    found = ["linear_fc1", "visual.blocks.0.attn.proj", "visual.merger.mlp.0", "qkv", "up_proj"]
+    assert sorted(command[start : start + 5]) == sorted(found)
+    assert "--enable-tower-connector-lora" in command
+    assert "--enable-tower-connector-lora" not in VllmLauncher().command(replace(spec, tower_lora=False))
 
 
 def test_another_vllm_is_not_judged_by_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,7 @@ def test_set_changes_the_gpus_of_a_served_run() -> None:
         base_model="model",
         rank=RANK,
         target_modules=["q_proj"],
+        is_on_tower=False,
         run=None,
         run_config=recorded,
     )

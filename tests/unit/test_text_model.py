@@ -74,8 +74,8 @@ def test_headers_give_the_adapters_names_and_size(model_path: Path) -> None:
 
 def test_a_plan_says_what_stays_as_it_is(model_path: Path, tiny_llama: Path) -> None:
     check_trainable(model_path)
-    assert f"({', '.join(TOWERS[model_path.name])})" in other_parts_note(model_path)
-    assert other_parts_note(tiny_llama) == ""
+    assert f"({', '.join(TOWERS[model_path.name])})" in other_parts_note(model_path, LoraConfig())
+    assert other_parts_note(tiny_llama, LoraConfig()) == ""
     check_lora(model_path, "cpu", LoraConfig())
 
 

@@ -12,6 +12,7 @@ from skylite.adapters.target_modules import last_names
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.errors import ConfigError, ModelError
+from skylite.hub.text_model import TOWER
 from skylite.run.run_dir import AdapterVersion, RunDir, published_versions
 
 
@@ -26,6 +27,8 @@ class ServedAdapter:
     """The highest rank of a module."""
     target_modules: list[str] | None
     """Module names; None when the adapter has a pattern instead."""
+    is_on_tower: bool
+    """Whether it also changes modules that read images."""
     run: RunDir | None
     run_config: RunConfig | None
 
@@ -92,6 +95,7 @@ def _served(adapter: AdapterVersion, run: RunDir | None, config: RunConfig | Non
         base_model=base_model,
         rank=found.max_rank,
         target_modules=modules,
+        is_on_tower=any(path_of(name).startswith(TOWER) for name in found.shapes),
         run=run,
         run_config=config,
     )

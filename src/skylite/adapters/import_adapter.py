@@ -19,7 +19,14 @@ from pydantic import ValidationError
 
 from skylite.adapters.experts import BASE_LAYER, ExpertSizes, expert_layers, is_experts, module_of
 from skylite.adapters.manifest import Manifest, read_manifest
-from skylite.adapters.target_modules import EXPERTS, LM_HEADS, pattern_value, predict_modules, short_names
+from skylite.adapters.target_modules import (
+    EXPERTS,
+    LM_HEADS,
+    pattern_value,
+    predict_modules,
+    reads_pictures,
+    short_names,
+)
 from skylite.adapters.tensor_file import (
     PICKLE,
     WEIGHTS,
@@ -31,7 +38,7 @@ from skylite.config.check_regex import check_regex
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, ModelError
-from skylite.hub.text_model import text_shapes
+from skylite.hub.text_model import PARTS, model_shapes, text_shapes
 from skylite.notes import Note, warning
 from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir, adapter_name
@@ -117,7 +124,10 @@ def adopt_adapter(
     if lora.from_adapter is None:
         return config, []
     found = read_warm_start(expand_adapter_path(lora.from_adapter))
+    paths = [path_of(name) for name in found.shapes]
+    frozen = {setting: not any(reads_pictures(path, [setting]) for path in paths) for setting in PARTS}
     has: dict[str, Any] = {
+        **frozen,
         "rank": found.rank,
         "alpha": found.alpha,
         "use_rslora": found.use_rslora,
@@ -144,7 +154,7 @@ def adopt_adapter(
             "Give --alpha with the value of its training (verl: actor_rollout_ref.model.lora_alpha).",
         )
     adapted = _adapted_paths(found, model_path)
-    planned = lora.model_copy(update={"target_parameters": found.target_parameters})
+    planned = lora.model_copy(update={"target_parameters": found.target_parameters, **frozen})
     update: dict[str, Any] = {**has, **_targets(planned, chosen, adapted, found.folder, model_path)}
     try:
         fresh = LoraConfig.model_validate(lora.model_dump() | update)
@@ -298,7 +308,8 @@ def _adapted_paths(found: WarmStart, model_path: Path) -> set[str]:
             f"{model_path.name}: it was trained, or belongs to another model.",
             MERGE,
         )
-    adapted, shapes = set(), text_shapes(model_path)
+    adapted, text, every = set(), text_shapes(model_path), model_shapes(model_path)
+    shapes = text | {name: shape for name, shape in every.items() if reads_pictures(name, list(PARTS))}
     layers = expert_layers(shapes)
     for name, shape in found.shapes.items():
         path, side = path_of(name), 1 if is_a(name) else 0
@@ -356,7 +367,7 @@ def _targets(
 ) -> dict[str, Any]:
     """lora.target_modules and exclude_modules under which a run trains exactly the adapter's modules.
 
-    `lora` has the adapter's target_parameters.
+    `lora` has the adapter's target_parameters and frozen parts.
     """
     modules, planned = predict_modules(model_path, lora)
     if planned == adapted:
@@ -368,7 +379,7 @@ def _targets(
             f"lora.{named[0]}={getattr(lora, named[0])!r} {difference}, unlike the adapter {adapter}.",
             "Leave out that setting: skylite takes the modules from the adapter.",
         )
-    every = LoraConfig(target_parameters=lora.target_parameters)
+    every = lora.model_copy(update={"target_modules": "all-linear", "exclude_modules": []})
     if predict_modules(model_path, every)[1] == adapted:
         return {"target_modules": every.target_modules, "exclude_modules": []}
     linear = [path for path in adapted if not is_experts(path)]

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Base64Bytes, BaseModel, ConfigDict, ValidationError
 
 from skylite.errors import ModelError
 from skylite.run.files import sha256_file
+from skylite.types import EncodedPrompt, ImageTokens
 from skylite.untrusted_files import read_bytes
 
 SEQUENCES_PER_VERSION = 2
 """Sequences in the canary of each trained version. Which ones: trainer/canary.py."""
+
+
+class CanaryImage(BaseModel):
+    """The picture with which every sequence of a canary begins."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    start: int
+    """Its first token."""
+    length: int
+    data: Base64Bytes
+    """The file."""
+
+    @classmethod
+    def of(cls, image: ImageTokens) -> CanaryImage:
+        """The same with its file as text."""
+        return cls(start=image.start, length=image.length, data=base64.b64encode(image.data))
+
+    @property
+    def tokens(self) -> ImageTokens:
+        return ImageTokens(self.start, self.length, self.data)
 
 
 class Canary(BaseModel):
@@ -25,6 +49,12 @@ class Canary(BaseModel):
     """[S][L - 1] with the adapter."""
     base_logprobs: list[list[float]]
     """[S][L - 1] without the adapter."""
+    image: CanaryImage | None = None
+    """None: the adapter changes nothing that reads images."""
+
+    def prompt(self, sequence: Sequence[int]) -> EncodedPrompt:
+        """A sequence as an engine reads it."""
+        return EncodedPrompt(sequence, () if self.image is None else (self.image.tokens,))
 
 
 class Manifest(BaseModel):

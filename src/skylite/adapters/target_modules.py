@@ -13,7 +13,7 @@ import regex
 from skylite.adapters.experts import chosen_experts, expert_layers, is_experts, peft_names
 from skylite.config.lora import WILDCARD, LoraConfig
 from skylite.errors import ConfigError, ModelError
-from skylite.hub.text_model import read_config, text_shapes
+from skylite.hub.text_model import PARTS, TOWER, model_shapes, read_config, text_shapes
 from skylite.notes import Note, warning
 
 T = TypeVar("T")
@@ -102,8 +102,14 @@ def without_lora(model_type: object) -> tuple[str, ...]:
 
 
 def in_layers(name: str) -> bool:
-    """Whether a module is in a numbered layer, as all that `all-linear` adapts."""
-    return any(part.isdigit() for part in name.split("."))
+    """Whether `all-linear` adapts a linear module: in a numbered layer, or between a tower and the text
+    model."""
+    return any(part.isdigit() for part in name.split(".")) or name.startswith(PARTS["freeze_projection"])
+
+
+def reads_pictures(name: str, settings: Sequence[str]) -> bool:
+    """Whether a module is in the parts that these settings of LoRA freeze or unfreeze."""
+    return any(name.startswith(PARTS[setting]) for setting in settings)
 
 
 def short_names(modules: Iterable[str], chosen: Iterable[str]) -> list[str]:
@@ -119,8 +125,16 @@ def short_names(modules: Iterable[str], chosen: Iterable[str]) -> list[str]:
 
 
 def last_names(modules: Iterable[str]) -> list[str]:
-    """The last parts of paths, sorted: what engines compare with the names of their own modules."""
-    return sorted({name.rpartition(".")[2] for name in modules})
+    """The last parts of paths, sorted: what engines compare with the names of their own modules.
+
+    Of what reads images, `proj` and numbers keep their paths: other modules, without LoRA, end so, too.
+    """
+    return sorted({name if _ends_as_others(name) else name.rpartition(".")[2] for name in modules})
+
+
+def _ends_as_others(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return name.startswith(TOWER) and (last == "proj" or last.isdigit())
 
 
 def predict_target_modules(model_path: Path, config: LoraConfig) -> list[str]:
@@ -136,10 +150,11 @@ def predict_modules(model_path: Path, config: LoraConfig) -> tuple[set[str], set
 
     Weight files do not record module types. This assumes that a matrix in a numbered layer belongs to a
     linear module, and any other matrix to the embedding or LM head. Experts get LoRA by
-    lora.target_parameters alone; their routers get none, nor do the towers of a model that also reads
-    pictures or sound. Raises ModelError for a damaged file, and for other target_parameters than experts.
+    lora.target_parameters alone; their routers get none. In a model that also reads pictures or sound, only
+    the text model gets LoRA, and what lora.freeze_vision and freeze_projection leave to it. Raises ModelError
+    for a damaged file, and for other target_parameters than experts.
     """
-    every = text_shapes(model_path)
+    every = _adaptable(model_path, config)
     shapes, experts = _outside_experts(every), expert_layers(every)
     paths = [name.split(".") for name in shapes]
     modules = {".".join(path[:end]) for path in paths for end in range(1, len(path))}
@@ -158,7 +173,7 @@ def check_target_names(model_path: Path, config: LoraConfig, section: str = "lor
 
     Returns a warning for each such name in lora.exclude_modules.
     """
-    shapes = _outside_experts(text_shapes(model_path))
+    shapes = _outside_experts(_adaptable(model_path, config))
     matrices = _matrices(shapes, model_path)
     names = sorted({name.rpartition(".")[2] for name in matrices})
     targets = [] if config.target_modules == "all-linear" else config.target_modules
@@ -177,6 +192,13 @@ def check_target_names(model_path: Path, config: LoraConfig, section: str = "lor
             f"lora.exclude_modules={config.exclude_modules!r} leaves no module of {model_path.name}.",
             f"Use names of its modules: {', '.join(names)}.",
         )
+    for setting in config.unfrozen:
+        if not any(reads_pictures(name, [setting]) for name in chosen):
+            raise ModelError(
+                f"lora.{setting}=false, and lora.target_modules={config.target_modules!r} without "
+                f"lora.exclude_modules={config.exclude_modules!r} names no module there.",
+                f"Leave that setting out, or add some of {_names_in(shapes, setting)}.",
+            )
     if section == "critic" and (heads := [name for name in LM_HEADS if targets and matches(name, targets)]):
         raise ModelError(
             f"critic.target_modules={targets!r} includes the LM head ({heads[0]}), which the critic does not "
@@ -211,6 +233,19 @@ def _check_expert_patterns(chosen: Iterable[str], config: LoraConfig) -> None:
                     f"lora.{setting} matches only some of the names that PEFT and vLLM have for {path}.",
                     "Name experts in it as 'experts.*'.",
                 )
+
+
+def _adaptable(model_path: Path, config: LoraConfig) -> dict[str, list[int]]:
+    """The tensors of the text model, and of the other parts that the settings do not freeze."""
+    if not config.unfrozen:
+        return text_shapes(model_path)
+    other = {n: s for n, s in model_shapes(model_path).items() if reads_pictures(n, config.unfrozen)}
+    return text_shapes(model_path) | other
+
+
+def _names_in(shapes: Mapping[str, Sequence[int]], setting: str) -> str:
+    weights = [n.removesuffix(".weight") for n, s in shapes.items() if len(s) == 2 and n.endswith(".weight")]
+    return ", ".join(sorted({n.rpartition(".")[2] for n in weights if reads_pictures(n, [setting])}))
 
 
 def _outside_experts(shapes: Mapping[str, list[int]]) -> dict[str, list[int]]:

@@ -36,7 +36,7 @@ from skylite.engine.interface import BASE_NAME, EngineSpec, Launcher
 from skylite.engine.model_limits import context_length
 from skylite.engine.start_engines import engine_config, single_engine_spec
 from skylite.engine.watchdog import bring_up, engine_process, engine_starting
-from skylite.errors import ConfigError
+from skylite.errors import ConfigError, ModelError
 from skylite.hub.resolve import resolve_model
 from skylite.processes.child import Child, child_died, kill, poll, start
 from skylite.processes.own_network import check_network
@@ -80,6 +80,11 @@ def serve(
     """
     url = check_address(host, port)
     served = find_adapter(target, step)
+    if served.is_on_tower:
+        raise ModelError(
+            f"{served.adapter.path} has LoRA on the tower that reads images, and `skylite serve` reads none.",
+            "Write the merged model with `skylite export --merge`, and serve it with vLLM.",
+        )
     config = engine_config(served, provenance)
     launcher = allowed_launcher(config, replace(provenance, file=served.adapter.path))
     model_path = resolve_model(model or served.base_model).path

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_va
 from skylite.config.base_section import UPDATE, WHAT, Flag, Section
 from skylite.config.check_regex import check_regex
 
-INITS = ("default", "xavier", "gaussian", "orthogonal")
+INITS = ("default", "xavier", "normal", "gaussian", "orthogonal")
 WILDCARD = "*"
 """A pattern that begins with it has wildcards: no regex begins so."""
 
@@ -42,6 +42,11 @@ class LoraConfig(Section):
     target_parameters: list[str] = []
     """Expert weights that get LoRA beside the modules: ["experts.gate_up_proj", "experts.down_proj"], or the
     ends of longer paths, as in PEFT. A layer's two go together. Routers stay frozen."""
+    freeze_vision: bool = True
+    """false: the tower that reads images has LoRA, too, where target_modules matches its linear layers. For
+    Qwen2.5-VL and Qwen3-VL, on prompts with images."""
+    freeze_projection: bool = True
+    """false: the same of the linear layers between the tower and the text model."""
     rank_pattern: dict[str, PositiveInt] = {}
     """Other ranks of single modules, such as { q_proj = 8 }: names, or regular expressions for the end of the
     module path. The first that matches counts."""
@@ -58,14 +63,20 @@ class LoraConfig(Section):
     """Warm start: folder with adapter_model.safetensors and adapter_config.json, which become version 0.
     none: start from the base model."""
     init: str = "default"
-    """Initialisation of the adapter: default (Kaiming A, zero B), xavier (as Megatron: normal A, zero B),
-    gaussian (A with deviation 1 / rank) or orthogonal. All leave the base weights unchanged."""
+    """Initialisation of the adapter: default (Kaiming A, zero B), xavier or normal (as Megatron: A by Xavier,
+    or with deviation 0.2; zero B), gaussian (A with deviation 1 / rank) or orthogonal. All leave the base
+    weights unchanged."""
     use_dora: bool = False
     """Must stay false: engines do not serve DoRA."""
     bias: str = "none"
     """Must stay "none": engines do not serve trained biases."""
     modules_to_save: list[str] = []
     """Must stay empty: engines do not serve fully trained modules."""
+
+    @property
+    def unfrozen(self) -> list[str]:
+        """The settings that give LoRA to modules which read images."""
+        return [name for name in ("freeze_vision", "freeze_projection") if not getattr(self, name)]
 
     @property
     def max_rank(self) -> int:

@@ -105,6 +105,15 @@ def image_size(data: bytes) -> tuple[int, int]:
     return width, height
 
 
+def picture() -> bytes:
+    """A PNG of 64 x 64 pixels in 64 colours, for checks of what reads images."""
+    image = Pillow.new("RGB", (8, 8))
+    image.putdata([(37 * i % 256, 91 * i % 256, 151 * i % 256) for i in range(64)])
+    stream = io.BytesIO()
+    image.resize((64, 64), Pillow.Resampling.NEAREST).save(stream, "PNG")
+    return stream.getvalue()
+
+
 def data_uri(data: bytes) -> str:
     """The file as a URL that an engine reads."""
     return f"data:{FORMATS[_open(data, tuple(FORMATS)).format]};base64,{base64.b64encode(data).decode()}"

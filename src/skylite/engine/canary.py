@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from skylite.adapters.manifest import SEQUENCES_PER_VERSION, Canary, read_manifest
 from skylite.data.chat_tokenizer import ChatTokenizer
+from skylite.data.images import picture
 from skylite.engine.canary_limits_bf16 import (
     MAX_VISIBLE,
     Scores,
@@ -20,7 +21,7 @@ from skylite.engine.canary_limits_float32 import check_float32, read_float32
 from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.interface import BASE_NAME, Engine
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import Prompt
+from skylite.types import IMAGE, ImageTokens, Prompt
 
 DEFAULT_TOLERANCE = {"float32": 0.002, "bfloat16": None}
 """Largest |trainer - engine| logprob of a canary token in nats; None: the rule of canary_limits_bf16.py.
@@ -54,6 +55,21 @@ def _starts(length: int) -> Iterator[int]:
     """Where sequences begin in a text: first side by side, then with more and more overlap."""
     for step in (MAX_TOKENS, MAX_TOKENS // 2, MAX_TOKENS // 4):
         yield from range(0, length, step)
+
+
+def with_picture(
+    tokenizer: ChatTokenizer, sequences: Sequence[Sequence[int]]
+) -> tuple[list[list[int]], ImageTokens]:
+    """The sequences with a picture before their first token: they show an adapter on what reads images."""
+    asked = Prompt(
+        id="canary", messages=[{"role": "user", "content": IMAGE}], answer="", source="", images=(picture(),)
+    )
+    [found] = tokenizer.encode([asked])
+    image = found.images[0]
+    # From the token before it, which is the context of the first, to the one behind it.
+    begin, end = image.start - 1, image.start + image.length + 1
+    prefix = list(found.token_ids[begin:end])
+    return [[*prefix, *ids] for ids in sequences], replace(image, start=1)
 
 
 CanaryTokens = tuple[int, ...]
@@ -135,9 +151,10 @@ async def _score_all(
     rows = zip(canary.sequences, canary.policy_logprobs, canary.base_logprobs, strict=True)
     for sequence, policy, base in rows:
         ids = tuple(sequence)
-        engine = await client.score(name, ids)
+        prompt = canary.prompt(ids)
+        engine = await client.score(name, prompt)
         if ids not in earlier.base:
-            earlier.base[ids] = await client.score(BASE_NAME, ids)
+            earlier.base[ids] = await client.score(BASE_NAME, prompt)
         before = earlier.before.get(ids)
         found[ids] = Scores(
             engine=engine,

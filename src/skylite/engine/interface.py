@@ -96,6 +96,8 @@ class EngineSpec:
     """TrainConfig.shared_network."""
     max_images: int = 0
     """Most images of a prompt. 0: prompts are text."""
+    tower_lora: bool = False
+    """Whether its adapters also change modules that read images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +159,7 @@ class Engine(Protocol):
             version: recorded in each completion.
         """
 
-    async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, model: str, prompt: EncodedPrompt) -> list[float]:
         """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
 
     async def top_tokens(

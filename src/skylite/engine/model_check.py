@@ -21,13 +21,21 @@ from skylite.engine.interface import Launcher
 from skylite.engine.model_limits import (
     check_context,
     check_trainable,
+    check_unfrozen,
     context_length,
     other_parts_note,
 )
 from skylite.errors import SkyliteError
 from skylite.hub.families import Family, family_of
 from skylite.hub.resolve import ResolvedModel, tensor_shapes
-from skylite.hub.text_model import is_wrapper, other_parts, quantised_format, read_config, reads_images
+from skylite.hub.text_model import (
+    PARTS,
+    is_wrapper,
+    other_parts,
+    quantised_format,
+    read_config,
+    reads_images,
+)
 from skylite.notes import Note, notes_of
 from skylite.processes.hardware import Device, choose_device
 
@@ -44,6 +52,7 @@ def check_model(
     not serve.
     """
     path = model.path
+    check_unfrozen(path, config.lora, max_images)
     notes = check_target_names(path, config.lora)
     if config.critic_lora is not None:
         check_target_names(path, config.critic_lora, "critic")
@@ -53,7 +62,9 @@ def check_model(
     if config.lora.from_adapter is not None:
         notes += check_warm_start(config, path, model.fingerprint)
     return notes_of(
-        other_parts_note(path, max_images), check_trainable(path, offload=config.trainer.offload), *notes
+        other_parts_note(path, config.lora, max_images),
+        check_trainable(path, offload=config.trainer.offload),
+        *notes,
     )
 
 
@@ -93,7 +104,8 @@ def describe_model(config: TrainConfig, model: ResolvedModel, launcher: Launcher
     served, notes, refusals = dict[str, str](), dict[str, None](), dict[str, SkyliteError]()
     for device in DEVICES:
         try:
-            notes |= dict.fromkeys(map(str, check_model(config, model, launcher, device)))
+            images = len(config.lora.unfrozen)  # as if the prompts had them
+            notes |= dict.fromkeys(map(str, check_model(config, model, launcher, device, images)))
             served[device] = "yes"
         except SkyliteError as error:
             served[device] = str(error)
@@ -111,7 +123,7 @@ def describe_model(config: TrainConfig, model: ResolvedModel, launcher: Launcher
         tested=tested_text(family),
         lora=last_names(predict_modules(model.path, config.lora)[1]),
         experts=_experts_text(model.path, launcher, config.lora),
-        images=_images_text(model.path),
+        images=_images_text(model.path, config.lora),
         quantised=form.name if (form := quantised_format(model.path)) is not None else "no",
         served=served,
         context=context_length(model.path),
@@ -142,11 +154,17 @@ def _experts_text(model_path: Path, launcher: Launcher, lora: LoraConfig) -> str
     return "yes, without LoRA"
 
 
-def _images_text(model_path: Path) -> str:
+def _images_text(model_path: Path, lora: LoraConfig) -> str:
     config = read_config(model_path)
     if not is_wrapper(config):
         return "no"
-    return f"{'yes' if reads_images(config) else 'no'}; {', '.join(other_parts(model_path))} stay as they are"
+    parts = ", ".join(other_parts(model_path))
+    if not reads_images(config):
+        return f"no; {parts} stay as they are"
+    if lora.unfrozen:
+        return f"yes; {parts} with LoRA, by {' and '.join(f'lora.{name}=false' for name in lora.unfrozen)}"
+    settings = " and ".join(f"lora.{name}=false" for name in PARTS)
+    return f"yes; {parts} without LoRA, unless {settings} say so"
 
 
 def trains_text(family: Family | None) -> str:

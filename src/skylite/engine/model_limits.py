@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from skylite.adapters.target_modules import EXPERTS
+from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, ModelError
 from skylite.hub.families import family_of
@@ -66,15 +67,39 @@ def check_trainable(model_path: Path, *, offload: bool = False) -> str:
     )
 
 
-def other_parts_note(model_path: Path, max_images: int = 0) -> str:
+def other_parts_note(model_path: Path, lora: LoraConfig, max_images: int = 0) -> str:
     """What a run does with a model that also reads pictures or sound; "" for a model of text alone."""
     if not is_wrapper(read_config(model_path)):
         return ""
     prompts = f"have up to {max_images} image(s)" if max_images else "are text"
+    adapter = (
+        f"the adapter is on the text model and, by {' and '.join(f'lora.{n}=false' for n in lora.unfrozen)}, "
+        "on what reads images"
+        if lora.unfrozen
+        else "the adapter is on the text model alone, and the other parts stay as they are"
+    )
     return (
         f"{model_path.name} is a text model with other parts ({', '.join(other_parts(model_path))}): prompts "
-        f"{prompts}, the adapter is on the text model alone, and the other parts stay as they are"
+        f"{prompts}, and {adapter}"
     )
+
+
+def check_unfrozen(model_path: Path, lora: LoraConfig, max_images: int) -> None:
+    """Raise ModelError for LoRA on modules that read images, without images or in another model."""
+    if not lora.unfrozen:
+        return
+    config, setting = read_config(model_path), lora.unfrozen[0]
+    if not reads_images(config):
+        raise ModelError(
+            f"lora.{setting}=false, and skylite trains {' and '.join(IMAGE_MODELS.values())} on images, not "
+            f"{model_path.name} ({config.get('model_type')}).",
+            "Leave that setting out, or choose such a model.",
+        )
+    if not max_images:
+        raise ModelError(
+            f"lora.{setting}=false, and no prompt has an image: what reads images would learn nothing.",
+            "Leave that setting out, or prepare data with images.",
+        )
 
 
 def check_images(model_path: Path, prompts: Iterable[Prompt]) -> None:

@@ -82,9 +82,9 @@ class RetryingEngine:
             )
         return [calls[index] for index in range(n)]
 
-    async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, model: str, prompt: EncodedPrompt) -> list[float]:
         """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
-        return await self._with_retries(lambda client: client.score(model, token_ids))
+        return await self._with_retries(lambda client: client.score(model, prompt))
 
     async def top_tokens(
         self, model: str, token_ids: Sequence[int], count: int

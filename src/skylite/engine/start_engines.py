@@ -134,6 +134,7 @@ def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, so
         seed=config.seed,
         shared_network=config.shared_network,
         max_images=run_config.resolved.model.max_images,
+        tower_lora=bool(config.lora.unfrozen),
         kv_cache_bytes=memory.kv_cache_bytes,
         gpus=tuple(placement.engine_gpus[index * size : (index + 1) * size]),
         tensor_parallel=size,
@@ -189,6 +190,7 @@ def single_engine_spec(
         seed=config.seed,
         shared_network=config.shared_network,
         max_images=max_images,
+        tower_lora=adapter is not None and adapter.is_on_tower,
         gpus=gpus,
         tensor_parallel=max(1, len(gpus)),
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skylite.adapters.manifest import Canary
+from skylite.adapters.manifest import Canary, CanaryImage
 from skylite.engine.canary_limits_bf16 import MAX_VISIBLE, Scores
 from skylite.engine.canary_limits_float32 import read_float32
 from skylite.engine.canary_reading import TOO_SMALL
@@ -227,20 +228,38 @@ def load_float32(folder: Path, widened_in: Dtype = "float32", **options: Any) ->
     return model.eval()
 
 
+def _read_image(image: CanaryImage, base: Path) -> dict[str, Any]:
+    """The model's arguments for a picture."""
+    from PIL import Image
+    from transformers import AutoImageProcessor
+
+    processor = AutoImageProcessor.from_pretrained(base, local_files_only=True, trust_remote_code=False)
+    return dict(processor(images=[Image.open(io.BytesIO(image.data))], return_tensors="pt"))
+
+
 def versions(*packages: str) -> str:
     """Such as `transformers 5.19.0 and peft 0.21.2`."""
     return " and ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
 
 
-def model_logprobs(model: Any, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-    """[S][L - 1] logprobs in nats of all tokens but each first, by a transformers model."""
+def model_logprobs(
+    model: Any, sequences: Sequence[Sequence[int]], image: CanaryImage | None = None, base: Path | None = None
+) -> list[list[float]]:
+    """[S][L - 1] logprobs in nats of all tokens but each first, by a transformers model.
+
+    `image`: with which every sequence begins, read by the image processor of the folder `base`.
+    """
     import torch
 
-    found = []
+    found, seen = [], {} if image is None or base is None else _read_image(image, base)
     with torch.inference_mode():
         for ids in sequences:
             tokens = torch.tensor([list(ids)])
-            logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+            if image is not None:
+                places = torch.zeros_like(tokens)
+                places[:, image.start : image.start + image.length] = 1
+                seen["mm_token_type_ids"] = places
+            logits = model(input_ids=tokens, use_cache=False, **seen).logits[0, :-1].float()
             chosen = torch.log_softmax(logits, dim=-1).gather(1, tokens[0, 1:, None])
             found.append(chosen[:, 0].tolist())
     return found

@@ -120,6 +120,8 @@ def use(plan: ExportPlan) -> str:
             "--enable-mixed-moe-lora-format \\\n"
             """  --lora-modules '{"name": "mine", "path": "FOLDER", "is_3d_lora_weight": true}'"""
         )
+    if plan.served.is_on_tower:
+        modules = f"--enable-tower-connector-lora \\\n  {modules}"
     return (
         f"```python\n{imports}\n\nmodel = {load}\n"
         'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n'

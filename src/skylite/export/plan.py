@@ -129,6 +129,12 @@ def plan_export(flags: ExportFlags) -> ExportPlan:
     if flags.gguf:
         find_converter()
     served = find_adapter(flags.run, chosen_step(flags))
+    if served.is_on_tower and flags.gguf:
+        raise ConfigError(
+            f"{served.adapter.path} has LoRA on the tower that reads images, and the GGUF file of a model "
+            "holds its text model alone.",
+            "Use --merge instead of --gguf.",
+        )
     assert served.run is not None, "find_adapter read a run"
     assert served.run_config is not None, "find_adapter read a run"
     out = flags.out or default_out(served, served.run, flags)

@@ -78,12 +78,13 @@ async def _check_with_engine(plan: ExportPlan, folder: Path, launcher: Launcher,
         if adapter is not None:
             await engine.load_adapter(adapter)
         found = [
-            [await engine.score(name, ids) for ids in canary.sequences]
+            [await engine.score(name, canary.prompt(ids)) for ids in canary.sequences]
             for name in ([] if adapter is None else [adapter.name]) + [BASE_NAME]
         ]
         return found[0], found[1] if adapter is not None else None
 
-    spec = single_engine_spec(launcher, config, served, model_path, Address.of_socket(Path("unused")))
+    address, images = Address.of_socket(Path("unused")), int(canary.image is not None)
+    spec = single_engine_spec(launcher, config, served, model_path, address, max_images=images)
     logprobs, base = await run_on_engine(
         launcher, config, lambda address: replace(spec, address=address), score
     )

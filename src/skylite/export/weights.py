@@ -162,10 +162,10 @@ def load_adapted(plan: ExportPlan, adapter: Path) -> Adapted:
 
     model = load_float32(plan.base.path, plan.run_config.resolved.placement.dtype)
     canary = plan.manifest.canary
-    base = model_logprobs(model, canary.sequences)
+    base = _canary_logprobs(plan, model)
     check_base(base, canary)
     adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
-    logprobs = model_logprobs(adapted, canary.sequences)
+    logprobs = _canary_logprobs(plan, adapted)
     by = f"{versions('transformers', 'peft')} in float32"
     check = check_export("adapter weights", by, logprobs, canary, is_exact=True, base=base)
     return Adapted(adapted, base, check, canary, "the trainer's")
@@ -180,9 +180,9 @@ def load_on_original(plan: ExportPlan, adapter: Path) -> Adapted:
 
     check_weights(plan.base.path, plan.weights_path)
     model, canary = load_float32(plan.weights_path), plan.manifest.canary
-    base = model_logprobs(model, canary.sequences)
+    base = _canary_logprobs(plan, model)
     adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
-    logprobs = model_logprobs(adapted, canary.sequences)
+    logprobs = _canary_logprobs(plan, adapted)
     by = f"{versions('transformers', 'peft')} in float32"
     check = compare_bases(f"adapter on {plan.original_name}", by, logprobs, base, canary)
     canary = canary.model_copy(update={"policy_logprobs": logprobs, "base_logprobs": base})
@@ -210,19 +210,19 @@ def write_merged(plan: ExportPlan, folder: Path) -> tuple[list[Check], Canary, l
     by = f"{versions('transformers', 'peft')} in float32"
     with long_work("merging"):
         merged = adapted.model.merge_and_unload(safe_merge=True)
-        logprobs = model_logprobs(merged, canary.sequences)
+        logprobs = _canary_logprobs(plan, merged)
         what = "merged weights before the cast"
         checks.append(check_export(what, by, logprobs, canary, is_exact=True, base=base, reference=reference))
         dtype = getattr(torch, plan.dtype)
         for weight in merged.parameters():  # rounded, but still float32: only the weights are under test
             weight.data = weight.data.to(dtype).float()
-        rounded = model_logprobs(merged, canary.sequences)
+        rounded = _canary_logprobs(plan, merged)
         merged.to(dtype).save_pretrained(folder)
     del adapted, merged
     gc.collect()
     copy_prompt_files(plan, folder)
     with long_work("loading the merged model"):
-        logprobs = model_logprobs(load_float32(folder), canary.sequences)
+        logprobs = _canary_logprobs(plan, load_float32(folder))
     checks.append(
         check_export(
             f"merged weights in {plan.dtype}",
@@ -236,6 +236,11 @@ def write_merged(plan: ExportPlan, folder: Path) -> tuple[list[Check], Canary, l
         )
     )
     return checks, canary, rounded
+
+
+def _canary_logprobs(plan: ExportPlan, model: Any) -> list[list[float]]:
+    canary = plan.manifest.canary
+    return model_logprobs(model, canary.sequences, canary.image, plan.base.path)
 
 
 def write_template(template: ChatTemplate, folder: Path) -> None:

@@ -27,6 +27,15 @@ QUANTISED = ("quantization_config", "compression_config")
 IMAGE_MODELS = {"qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
 """`model_type` of the models that skylite trains on prompts with images -> their names."""
 
+TOWER = "model.visual."
+"""Begins the paths of the modules that read images in transformers' classes of them."""
+PARTS = {
+    "freeze_vision": (f"{TOWER}blocks.",),
+    "freeze_projection": (f"{TOWER}merger.", f"{TOWER}deepstack_merger_list."),
+}
+"""Setting of LoRA -> what begins the paths of the modules that it freezes: the tower's layers, and those
+between the tower and the text model."""
+
 TEXT_PATH, HEAD = "model.language_model", "lm_head.weight"
 """Where transformers' classes have the text model of a model with several parts, and its head.
 engine/vllm/vllm_models.json has no others: tests/integration/vllm_models.py leaves them out."""
@@ -99,7 +108,11 @@ def model_shapes(model_path: Path) -> dict[str, list[int]]:
     """
     config, form = read_config(model_path), quantised_format(model_path)
     shapes: Shapes = tensor_shapes(model_path) if form is None else widened_shapes(form, model_path)
-    names = text_tensors(shapes, config) if is_wrapper(config) else {}
+    if not is_wrapper(config):
+        return {name: list(shape) for name, shape in shapes.items()}
+    names = text_tensors(shapes, config)
+    in_tower = TOWER.removeprefix("model.")
+    names |= {name: f"model.{name}" for name in shapes.keys() - names if name.startswith(in_tower)}
     return {names.get(name, name): list(shape) for name, shape in shapes.items()}
 
 

@@ -1,4 +1,4 @@
-"""What a model reads of images: features of its frozen tower, and positions on three axes (mRoPE).
+"""What a model reads of images: features of its tower, and positions on three axes (mRoPE).
 
 Both come from transformers' own processor and model, of the Qwen-VL families. The features are computed in
 the model's forward pass, once for each different image of the call, however many completions share it.
@@ -7,6 +7,7 @@ the model's forward pass, once for each different image of the call, however man
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
@@ -59,7 +60,7 @@ class ImageFeatures(dict[str, Any]):
         call, model = self._call, self._call.reader.model
         token = torch.tensor([call.reader.token_id], device=model.device)
         stray = model.get_input_embeddings()(token)
-        with torch.no_grad():
+        with nullcontext() if call.reader.has_lora else torch.no_grad():
             found = model.get_image_features(
                 call.pixel_values.to(model.device), call.grids.to(model.device), return_dict=True
             )
@@ -80,6 +81,8 @@ class ImageReader:
     token_id: int
     """Of the token that stands for a piece of an image."""
     path: Path
+    has_lora: bool = False
+    """Whether the tower is trained: its features have a gradient."""
 
     @cached_property
     def _processor(self) -> Any:

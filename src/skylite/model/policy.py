@@ -7,9 +7,10 @@ that it would have alone on the base.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
 
@@ -25,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from skylite.adapters.import_adapter import usual_name
-from skylite.adapters.target_modules import in_layers, matches, short_names, without_lora
+from skylite.adapters.target_modules import in_layers, matches, reads_pictures, short_names, without_lora
 from skylite.config.lora import LoraConfig
 from skylite.config.resolved import Resolved
 from skylite.config.train import TrainConfig
@@ -49,6 +50,11 @@ REF: Final = "ref"
 CRITIC: Final = "critic"
 """PPO's value function."""
 Role = Literal["default", "ref", "critic"]
+OWN_INITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "xavier": nn.init.xavier_normal_,
+    "normal": partial(nn.init.normal_, std=0.2),
+}
+"""Values of lora.init that PEFT does not have: Megatron's, for A."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +184,11 @@ def _with_parameters(policy: Policy, config: TrainConfig, warm_start: Path | Non
     if ref in model.peft_config:
         for param, frozen in zip(params.values(), adapter_params(model, ref).values(), strict=True):
             frozen.data.copy_(param.data)
-    base = model.get_base_model()
+    base, images = model.get_base_model(), policy.images
     return replace(
         policy,
         lora=params,
+        images=None if images is None else replace(images, has_lora=bool(config.lora.unfrozen)),
         target_modules=short_names(original_modules(base), adapted_modules(base, config.lora)),
         target_parameters=config.lora.target_parameters,
     )
@@ -202,13 +209,15 @@ def _pair_cost(base: PreTrainedModel, layers: list[nn.Module]) -> float:
 
 
 def adapted_modules(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Sorted paths of the modules to adapt, all in the text model.
+    """Sorted paths of the modules to adapt, in the text model and in what the settings do not freeze.
 
     Experts are not among them. Raises ModelError, which lists the modules, if none matches.
     """
     text, head = text_path(model), _unwrapped_head(model)
     modules = {
-        n: m for n, m in original_modules(model).items() if not text or n.startswith(f"{text}.") or m is head
+        name: module
+        for name, module in original_modules(model).items()
+        if not text or name.startswith(f"{text}.") or module is head or reads_pictures(name, config.unfrozen)
     }
     # Routers of Llama 4 and Phi-MoE are linear layers that return more than logits; LoRA cannot wrap them.
     plain = {n for n, m in modules.items() if type(m).forward in (nn.Linear.forward, Conv1D.forward)}
@@ -411,12 +420,12 @@ def _add_adapters(
                 "Choose other modules in lora.target_modules.",
             ) from error
     model = cast(PeftModel, model)
-    if config.lora.init == "xavier":
+    if (fill := OWN_INITS.get(config.lora.init)) is not None:
         for name, param in adapter_params(model, names[POLICY]).items():
             if "lora_A" in name:
                 layer = model.get_submodule(name.partition(".lora_A.")[0])
                 for matrix in torch.split(param.data, layer.r[names[POLICY]]):  # of experts: one each
-                    nn.init.xavier_normal_(matrix)
+                    fill(matrix)
     if config.lora.dropout and config.lora.dropout_position == "after":
         drop_after_a(model, names[POLICY])
     model.set_adapter(names[POLICY])
@@ -469,5 +478,5 @@ def _peft_config(lora: LoraConfig, modules: list[str]) -> PeftLoraConfig:
         use_rslora=lora.use_rslora,
         rank_pattern=lora.rank_pattern,
         alpha_pattern=lora.alpha_pattern,
-        init_lora_weights=True if lora.init in ("default", "xavier") else lora.init,
+        init_lora_weights=True if lora.init in ("default", *OWN_INITS) else lora.init,
     )

@@ -16,12 +16,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from skylite.adapters.experts import served_modules
-from skylite.adapters.manifest import read_manifest
+from skylite.adapters.manifest import CanaryImage, read_manifest
 from skylite.adapters.target_modules import last_names, predict_modules
 from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, prompt_size, run_template
-from skylite.engine.canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder
+from skylite.engine.canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder, with_picture
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.launchers import load_launcher
 from skylite.engine.start_engines import engines_for_modules, start_engines
@@ -278,7 +279,11 @@ async def start_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> Ch
         rows = Offline(plan.config, tokenizer)
         request = GroupRequest(model="", version=0, engines=[], temperature=1.0)
         write_rollouts(plan.run.held_out_path, await rows.sample(plan.held_out, request))
-    write_json(plan.run.canary_path, {"sequences": sequences, "longest_prompt_tokens": longest})
+    canary: dict[str, Any] = {"sequences": sequences, "longest_prompt_tokens": longest}
+    if plan.config.lora.unfrozen:
+        canary["sequences"], image = await asyncio.to_thread(with_picture, tokenizer, sequences)
+        canary["image"] = CanaryImage.of(image).model_dump(mode="json")
+    write_json(plan.run.canary_path, canary)
     return tokenizer
 
 

@@ -106,7 +106,8 @@ class RunDir:
         """What the trainer needs of the data at its start.
 
         {"sequences": [[token ids], ...], "longest_prompt_tokens": N}: the canary, which it scores at each
-        publish, and the longest training prompt.
+        publish, and the longest training prompt. With "image" (adapters/manifest.py), the picture with which
+        every sequence begins.
         """
         return self.root / "canary.json"
 

@@ -51,7 +51,7 @@ class Samplers:
                 if request.prompt_logprobs:
                     scores = [float("nan")]
                     if len(prompt) > 1:
-                        scores += await engine.score(model, prompt)
+                        scores += await engine.score(model, EncodedPrompt(prompt))
                 if width := request.topk_prompt_logprobs:
                     top = [list[tuple[int, float]]()]
                     if len(prompt) > 1:

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+from pydantic import ValidationError
 
-from skylite.adapters.manifest import SEQUENCES_PER_VERSION
+from skylite.adapters.manifest import SEQUENCES_PER_VERSION, CanaryImage
 from skylite.algorithms.kl import k3
 from skylite.errors import ConfigError, TrainingDiverged
 from skylite.model.float32_arithmetic import Float32Arithmetic
@@ -17,12 +18,29 @@ from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, reference_policy, score
 from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
-from skylite.types import completion_example
+from skylite.types import ImageTokens, completion_example
 
 
-def wait_for_canary(run: RunDir, dist: Dist) -> list[list[int]]:
-    """The canary's token ids. The parent writes them once its tokenizer is loaded. All ranks call it."""
-    return dist.wait_for(lambda: read_canary(run) if run.canary_path.exists() else None)
+def wait_for_canary(run: RunDir, dist: Dist) -> tuple[list[list[int]], ImageTokens | None]:
+    """The canary's token ids and picture. The parent writes them once its tokenizer is loaded.
+
+    All ranks call it.
+    """
+    sequences, image = dist.wait_for(
+        lambda: (read_canary(run), read_canary_image(run)) if run.canary_path.exists() else None
+    )
+    return sequences, image
+
+
+def read_canary_image(run: RunDir) -> ImageTokens | None:
+    """The picture with which every sequence begins, if there is one."""
+    image = run.read_json(run.canary_path).get("image")
+    try:
+        return None if image is None else CanaryImage.model_validate(image).tokens
+    except ValidationError:
+        raise ConfigError(
+            f"{run.canary_path} holds a picture without a place.", "The run is damaged; start a new one."
+        ) from None
 
 
 def read_canary(run: RunDir) -> list[list[int]]:
@@ -60,34 +78,42 @@ def longest_prompt(run: RunDir) -> int:
     return run.read_count(run.canary_path, "longest_prompt_tokens")
 
 
-def canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
+def canary_logprobs(
+    policy: Policy, sequences: Sequence[list[int]], image: ImageTokens | None = None
+) -> list[list[float]]:
     """[S][L - 1] logprobs at temperature 1 of every token but the first. All ranks call it.
 
-    Computed in float32 also for a bfloat16 policy, so that only the engine's rounding is in the canary.
+    `image`: with which every sequence begins. Computed in float32 also for a bfloat16 policy, so that only
+    the engine's rounding is in the canary.
     """
-    examples = [completion_example(s[:1], s[1:], group=i) for i, s in enumerate(sequences)]
-    tokens = pack_tokens(examples, policy.packing, policy.device)
+    images = () if image is None else (image,)
+    examples = [completion_example(s[:1], s[1:], group=i, images=images) for i, s in enumerate(sequences)]
+    tokens = pack_tokens(examples, policy.packing, policy.device, policy.images)
     exact = Float32Arithmetic() if policy.dtype == torch.bfloat16 else nullcontext()
     with torch.no_grad(), exact:
         logprobs, _ = score(replace(policy, dtype=torch.float32), tokens, temperature=1.0)
     return [part.tolist() for part in torch.split(logprobs, [len(s) - 1 for s in sequences])]
 
 
-def base_canary_logprobs(policy: Policy, sequences: Sequence[list[int]]) -> list[list[float]]:
+def base_canary_logprobs(
+    policy: Policy, sequences: Sequence[list[int]], image: ImageTokens | None = None
+) -> list[list[float]]:
     """The same for the base model, without the adapter."""
     with policy.model.disable_adapter():
-        return canary_logprobs(policy, sequences)
+        return canary_logprobs(policy, sequences, image)
 
 
-def check_reference(policy: Policy, sequences: Sequence[list[int]], must_agree: bool) -> float:
+def check_reference(
+    policy: Policy, sequences: Sequence[list[int]], must_agree: bool, image: ImageTokens | None = None
+) -> float:
     """KL (k3, mean over the canary's tokens) of the policy to its reference before the first step.
 
     Raises TrainingDiverged if `must_agree` and the logprobs differ at all: the KL would pull the policy away
     from its start.
     """
-    own = [x for row in canary_logprobs(policy, sequences) for x in row]
+    own = [x for row in canary_logprobs(policy, sequences, image) for x in row]
     with reference_policy(policy) as reference:
-        ref = [x for row in canary_logprobs(reference, sequences) for x in row]
+        ref = [x for row in canary_logprobs(reference, sequences, image) for x in row]
     kl = float(k3(torch.tensor(own), torch.tensor(ref)).mean())
     if must_agree and own != ref:
         raise TrainingDiverged(

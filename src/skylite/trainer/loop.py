@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from skylite.adapters.manifest import Canary
+from skylite.adapters.manifest import Canary, CanaryImage
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.fast_path_check import enable_shortcuts
@@ -52,7 +52,7 @@ from skylite.trainer.micro_batch_memory import (
 from skylite.trainer.optimizer import FlatAdamW
 from skylite.trainer.step import held_out_metrics, train_step
 from skylite.trainer.trainer import Trainer, make_algorithm, make_trainer
-from skylite.types import TrainingExample
+from skylite.types import ImageTokens, TrainingExample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,7 @@ class LoopState:
     run_config: RunConfig
     trainer: Trainer
     canary_sequences: list[list[int]]
+    canary_image: ImageTokens | None = None
     base_logprobs: list[list[float]]
     """[S][L - 1] canary logprobs of the base model, which never changes."""
     choices: list[str]
@@ -165,13 +166,13 @@ def build_state(run: RunDir, run_config: RunConfig, dist: Dist) -> LoopState:
     algorithm = make_algorithm(config)
     algorithm.load(run_config.resolved.trust.programs)  # before the model: a broken file ends the run here
     policy = load_policy(run_config.resolved, config, dist)
-    sequences = wait_for_canary(run, dist)
+    sequences, image = wait_for_canary(run, dist)
     policy, choices = enable_shortcuts(policy, max(sequences, key=len))
     run_config = resolve_micro_batch_tokens(run, run_config, policy, dist)
     config = run_config.config
     if algorithm.needs_reference or algorithm.penalises_kl:
         must_agree = not config.pulls_to_base
-        kl = check_reference(policy, sequences, must_agree)
+        kl = check_reference(policy, sequences, must_agree, image)
         if dist.is_main:
             print(f"KL to the reference at the start: {kl:.3g}", flush=True)
     return LoopState(
@@ -179,7 +180,8 @@ def build_state(run: RunDir, run_config: RunConfig, dist: Dist) -> LoopState:
         run_config=run_config,
         trainer=make_trainer(policy, config, dist),
         canary_sequences=sequences,
-        base_logprobs=base_canary_logprobs(policy, sequences),
+        canary_image=image,
+        base_logprobs=base_canary_logprobs(policy, sequences, image),
         choices=choices,
         held_out=read_held_out(run, dist),
     )
@@ -291,12 +293,17 @@ def score_canary(state: LoopState, version: int) -> Canary:
     Raises TrainingDiverged on all ranks or on none, because every rank scores the same tokens.
     """
     chosen = sequences_of(version, len(state.canary_sequences))
-    sequences = [state.canary_sequences[index] for index in chosen]
-    logprobs = canary_logprobs(state.policy, sequences)
+    sequences, image = [state.canary_sequences[index] for index in chosen], state.canary_image
+    logprobs = canary_logprobs(state.policy, sequences, image)
     if not all(math.isfinite(x) for row in logprobs for x in row):
         raise TrainingDiverged(f"the logprobs of {adapter_name(version)} on the canary are not finite", "")
     base_logprobs = [state.base_logprobs[index] for index in chosen]
-    return Canary(sequences=sequences, policy_logprobs=logprobs, base_logprobs=base_logprobs)
+    return Canary(
+        sequences=sequences,
+        policy_logprobs=logprobs,
+        base_logprobs=base_logprobs,
+        image=None if image is None else CanaryImage.of(image),
+    )
 
 
 def checkpoint_step(state: LoopState, step: int) -> dict[str, float]:

@@ -211,9 +211,15 @@ class VllmClient:
                 calls[choice.index] = self._to_sample(choice, prompt, sampling, version)
         return calls
 
-    async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, model: str, prompt: EncodedPrompt) -> list[float]:
         """[L - 1] logprobs in nats of all tokens of the sequence but the first."""
-        rows = await self._prompt_logprobs(model, token_ids, 0)
+        token_ids = prompt.token_ids
+        if prompt.images:
+            parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+            request = {"model": model, "sampling_params": parameters} | _of_images(prompt)
+            rows = (await self._complete(request, _Scored, GENERATE)).prompt_logprobs
+        else:
+            rows = await self._prompt_logprobs(model, token_ids, 0)
         logprobs = [
             row[str(token)].logprob
             for token, row in zip(token_ids, rows, strict=False)

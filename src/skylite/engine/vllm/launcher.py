@@ -168,7 +168,7 @@ class VllmLauncher:
         # "vllm": ignore the sampling defaults in the model's generation_config.json.
         command += ["--generation-config", "vllm", *_cache_flags(spec)]
         if spec.max_images and spec.fixed_adapter is None:
-            command += _image_flags(spec.max_images)
+            command += _image_flags(spec)
         elif is_wrapper(read_config(spec.model_path)):
             # A public server reads no images: it would download what a request names.
             command.append("--language-model-only")
@@ -345,8 +345,10 @@ def _quantised_flags(spec: EngineSpec) -> list[str]:
     return ["--linear-backend", "marlin"]
 
 
-def _image_flags(max_images: int) -> list[str]:
-    limits = ["--limit-mm-per-prompt", json.dumps({"image": max_images, "video": 0})]
+def _image_flags(spec: EngineSpec) -> list[str]:
+    limits = ["--limit-mm-per-prompt", json.dumps({"image": spec.max_images, "video": 0})]
+    if spec.tower_lora:
+        limits.append("--enable-tower-connector-lora")
     # The client sends images with token ids to a route of --enable-scale-out. On the device, vLLM leaves
     # pixels as they are where preprocessor_config.json names no mean.
     return [*limits, "--enable-scale-out", "--no-mm-device-do-normalize"]
@@ -364,8 +366,9 @@ def _lora_flags(spec: EngineSpec, rank: int) -> list[str]:
             f"{flag_like[0]!r} is not a valid module name: vLLM would parse it as a flag.",
             "Use another adapter or model.",
         )
-    # Last parts alone: vLLM has other paths, and compares the parts of a packed layer by no path.
-    names = last_names(spec.target_modules or [])
+    # Last parts: vLLM has other paths, and compares the parts of a packed layer by no path. A path that is
+    # left is a tower's.
+    names = [name.removeprefix("model.") for name in last_names(spec.target_modules or [])]
     if EXPERTS in names:  # for most models, vLLM reads PEFT's form of experts in this mode alone
         flags.append("--enable-mixed-moe-lora-format")
     return flags + (["--lora-target-modules", *names] if names else [])
