@@ -6,11 +6,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from skylite.model.process_group import process_group, set_threads
+from skylite.model.process_group import Dist, process_group, set_threads
 from skylite.trainer.critic import make_critic
+from skylite.types import ImageTokens, TrainingExample
 from tests.cases import ALGORITHMS, IMPORTANCE, optimizer_of, policy_of, train_rows
 from tests.rows import Row, random_call_trees, random_episodes, random_samples
 from tests.small_run import settings
@@ -45,6 +47,21 @@ def rows_of(name: str) -> list[Row]:
     return random_episodes(0) if name.startswith(SEVERAL_TURNS) else random_samples(0)
 
 
+def shares_an_image(dist: Dist) -> int:
+    """1 if two examples with one image have one object for it on this rank."""
+    file = b"a picture"
+    examples = [replace(one_example(), images=(ImageTokens(0, 1, file),)) for _ in range(2)]
+    first, second = dist.share(examples if dist.is_main else None)
+    assert first.images[0].data == file
+    return int(first.images[0].data is second.images[0].data)
+
+
+def one_example() -> TrainingExample:
+    return TrainingExample(
+        token_ids=np.array([1, 2], np.int32), weights=np.array([0, 1], np.float32), group=0
+    )
+
+
 def main(model: Path, out: Path, names: list[str]) -> None:
     set_threads(1)
     with process_group("cpu") as dist:
@@ -64,8 +81,9 @@ def main(model: Path, out: Path, names: list[str]) -> None:
                 "sharded": any(isinstance(p, DTensor) for p in policy.model.parameters()),
                 "critic": None if critic is None else critic.optimizer.grads,
             }
+        images = dist.all_reduce_sum_(torch.tensor([shares_an_image(dist)]))
         if dist.is_main:
-            torch.save(found, out)
+            torch.save({"cases": found, "images": int(images)}, out)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def by_ranks(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> dict
 
 @pytest.mark.parametrize("name", ON_ONE_RANK)
 def test_two_ranks_give_the_gradient_and_the_metrics_of_one(name: str, by_ranks: dict[int, Any]) -> None:
-    one, two = by_ranks[1][name], by_ranks[2][name]
+    one, two = by_ranks[1]["cases"][name], by_ranks[2]["cases"][name]
     assert relative_difference(two["grads"], one["grads"]) < 1e-5
     if one["critic"] is not None:
         assert relative_difference(two["critic"], one["critic"]) < 1e-5
@@ -49,9 +49,15 @@ def test_two_ranks_give_the_gradient_and_the_metrics_of_one(name: str, by_ranks:
         assert two["metrics"][key] == pytest.approx(one["metrics"][key], rel=1e-4, abs=1e-6), key
 
 
+def test_on_each_rank_the_examples_of_a_group_share_the_object_of_their_image(
+    by_ranks: dict[int, Any],
+) -> None:
+    assert by_ranks[2]["images"] == 2
+
+
 def test_ranks_shard_the_base_unless_each_holds_it(by_ranks: dict[int, Any]) -> None:
-    assert {name for name, found in by_ranks[2].items() if not found["sharded"]} == {REPLICATED}
-    assert not by_ranks[1]["grpo"]["sharded"]
+    assert {name for name, found in by_ranks[2]["cases"].items() if not found["sharded"]} == {REPLICATED}
+    assert not by_ranks[1]["cases"]["grpo"]["sharded"]
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if n not in NO_REFERENCE])
@@ -63,4 +69,4 @@ def test_two_ranks_give_the_gradient_of_the_plain_reference(
     with lone_rank() as dist:
         policy = policy_of(tiny_llama, config, dist)
         expected = reference_gradient(plain_model(tiny_llama, policy, config), policy, config, rows)
-    assert relative_difference(by_ranks[2][name]["grads"], expected) < 1e-5
+    assert relative_difference(by_ranks[2]["cases"][name]["grads"], expected) < 1e-5

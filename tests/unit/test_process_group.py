@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from skylite.model.process_group import _from_json, _to_json, half_the_threads
+from skylite.model.process_group import _Decoder, _Encoder, half_the_threads
 from skylite.types import ImageTokens, TrainingExample
 
 
@@ -29,7 +29,7 @@ def test_half_the_threads_until_vllm_started_or_failed(own: int, during_start: i
 
 
 def sent(value: Any) -> Any:
-    return json.loads(json.dumps(value, default=_to_json), object_hook=_from_json)
+    return json.loads(json.dumps(value, default=_Encoder()), object_hook=_Decoder())
 
 
 def test_examples_arrive_bit_for_bit() -> None:
@@ -55,8 +55,19 @@ def test_examples_arrive_bit_for_bit() -> None:
     assert sent([[1, 2], None, "text", 0.1]) == [[1, 2], None, "text", 0.1]
 
 
+def test_equal_images_are_sent_once_and_arrive_as_one_object() -> None:
+    def image(data: bytes) -> ImageTokens:
+        return ImageTokens(0, 1, bytes(bytearray(data)))  # an object of its own
+
+    images = [image(b"a" * 3000), image(b"b" * 3000), image(b"a" * 3000), image(b"a" * 3000)]
+    assert len(json.dumps(images, default=_Encoder())) < 2 * 3000 * 4 / 3 + 300
+    found = sent(images)
+    assert found == images
+    assert found[0].data is found[2].data is found[3].data
+
+
 def test_no_object_is_sent_or_made() -> None:
     with pytest.raises(TypeError, match="ranks do not share a set"):
         sent({1})
     with pytest.raises(ValueError, match="OBJECT"):
-        json.loads('{"array of a rank": ["|O", "AAAAAAAAAAA="]}', object_hook=_from_json)
+        json.loads('{"array of a rank": ["|O", "AAAAAAAAAAA="]}', object_hook=_Decoder())

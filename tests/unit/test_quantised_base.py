@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from skylite.adapters.target_modules import predict_modules
 from skylite.config.lora import LoraConfig
-from skylite.config.train import TrainConfig
+from skylite.config.train import TrainConfig, TrainerConfig
 from skylite.engine.model_limits import check_trainable
 from skylite.engine.model_sizes import model_sizes
 from skylite.engine.vllm.launcher import VllmLauncher
@@ -26,8 +26,16 @@ from skylite.hub.text_model import model_shapes
 from skylite.model.loading import load_base
 from skylite.model.process_group import Dist
 from skylite.model.quantised_weights import QuantisedWeight
+from skylite.processes.gpus import Gpu
 from skylite.processes.hardware import choose_dtype
-from skylite.resources.gpu_memory_plan import trainer_memory
+from skylite.resources.gpu_memory_plan import (
+    GIB,
+    Setup,
+    replicate_default,
+    require_trainer,
+    trainer_memory,
+)
+from skylite.resources.gpu_placement import GpuChoice
 from tests.quantised_models import (
     DYNAMIC,
     FLOAT8,
@@ -150,10 +158,43 @@ def test_a_weight_that_is_missing_is_named(awq: Path, tmp_path: Path, dist: Dist
 
 
 def test_a_quantised_base_is_announced_and_not_offloaded(awq: Path, plain: Path) -> None:
-    assert check_trainable(plain, offload=True) == ""
+    offload, divided, told = (
+        TrainerConfig(num_ranks=2, **given) for given in ({"offload": True}, {"replicate_base": False}, {})
+    )
+    assert check_trainable(plain, offload) == check_trainable(plain, divided) == ""
+    assert check_trainable(awq, told) == check_trainable(awq, TrainerConfig(replicate_base=False))
     assert check_trainable(awq).startswith("awq is quantised (AWQ INT4): it stays so in the trainer")
     with pytest.raises(ModelError, match=r"trainer\.offload=true moves 16-bit weights alone"):
-        check_trainable(awq, offload=True)
+        check_trainable(awq, offload)
+    with pytest.raises(ModelError, match=r"trainer\.replicate_base=false divides 16-bit weights alone"):
+        check_trainable(awq, divided)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_each_of_several_ranks_is_recorded_to_hold_a_quantised_base(
+    device: Any, awq: Path, plain: Path
+) -> None:
+    config = TrainConfig(trainer=TrainerConfig(num_ranks=2))
+    setup = Setup(
+        VllmLauncher(), awq, device, "float32", "dense", GpuChoice(rank_gpus=[], engine_gpus=[], notes=[])
+    )
+    found, note = replicate_default(config, setup)
+    assert found.trainer.replicate_base
+    assert note == "trainer.replicate_base=true: each of the 2 ranks holds the quantised base in full"
+    assert replicate_default(found, setup) == (found, "")
+    if device == "cpu":
+        assert replicate_default(config, replace(setup, model_path=plain)) == (config, "")
+
+
+def test_what_does_not_help_a_quantised_base_is_not_suggested(awq: Path, plain: Path) -> None:
+    config, gpu = TrainConfig(), Gpu(0, "", "H100", 9.0, GIB, "", mig=False)
+    for model, helps in ((awq, False), (plain, True)):
+        trainer = trainer_memory(model_sizes(model, LoraConfig()), config, "cuda", "bfloat16")
+        with pytest.raises(ConfigError, match="trainer does not fit") as refusal:
+            require_trainer(config, trainer, 1000, gpu, GpuChoice(rank_gpus=[0], engine_gpus=[], notes=[]))
+        text = str(refusal.value)
+        assert "a lower engine.gpu_memory_utilization" in text
+        assert ("trainer.offload=true" in text, "more ranks" in text) == (helps, helps)
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,16 @@ def test_what_reads_images_keeps_its_path_where_others_end_so() -> None:
     assert "--enable-tower-connector-lora" not in VllmLauncher().command(replace(spec, tower_lora=False))
 
 
+def test_without_a_vllm_the_table_of_the_tested_one_answers_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servable_models, "_packages", dict)
+    note = check_lora(model(tmp_path, "LlamaForCausalLM", ATTENTION), "cpu", LoraConfig())
+    assert note == "no vLLM is installed; what it serves is that of vLLM 0.32.0, the tested release"
+    with pytest.raises(ModelError, match=r"vLLM 0\.32\.0 does not support it"):
+        check_lora(model(tmp_path, "MadeUpForCausalLM"), "cpu", LoraConfig())
+
+
 def test_another_vllm_is_not_judged_by_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servable_models, "_packages", lambda: {"vllm": "0.27.0"})
     note = check_lora(model(tmp_path, "Glm4ForCausalLM"), "cuda", LoraConfig())

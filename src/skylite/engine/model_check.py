@@ -63,7 +63,7 @@ def check_model(
         notes += check_warm_start(config, path, model.fingerprint)
     return notes_of(
         other_parts_note(path, config.lora, max_images),
-        check_trainable(path, offload=config.trainer.offload),
+        check_trainable(path, config.trainer),
         *notes,
     )
 
@@ -97,7 +97,7 @@ def describe_model(config: TrainConfig, model: ResolvedModel, launcher: Launcher
 
     Raises SkyliteError, as a dry run on this machine would, if it trains on no device.
     """
-    check_trainable(model.path, offload=config.trainer.offload)
+    check_trainable(model.path, config.trainer)
     chosen = {f"lora.{name}" for name in config.lora.model_fields_set}
     config, adapter_notes = adopt_adapter(config, chosen, model.path)
     template = _template_text(config, model.path)

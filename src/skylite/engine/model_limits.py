@@ -8,7 +8,7 @@ from typing import Any
 
 from skylite.adapters.target_modules import EXPERTS
 from skylite.config.lora import LoraConfig
-from skylite.config.train import TrainConfig
+from skylite.config.train import TrainConfig, TrainerConfig
 from skylite.errors import ConfigError, ModelError
 from skylite.hub.families import family_of
 from skylite.hub.quantised import quantised_modules
@@ -33,10 +33,10 @@ LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
 """Names in config.json for the tokens of the longest sequence."""
 
 
-def check_trainable(model_path: Path, *, offload: bool = False) -> str:
+def check_trainable(model_path: Path, trainer: TrainerConfig | None = None) -> str:
     """Raise ModelError for a family or quantised weights that the trainer does not compute.
 
-    Returns a note on quantised weights, or "". `offload`: trainer.offload.
+    Returns a note on quantised weights, or "".
     """
     family_of(read_config(model_path), model_path.name)
     form = quantised_format(model_path)
@@ -54,7 +54,9 @@ def check_trainable(model_path: Path, *, offload: bool = False) -> str:
         else f"{outside[0]} is quantised, which is not a layer of the text model"
         if outside
         else "trainer.offload=true moves 16-bit weights alone"
-        if offload
+        if trainer is not None and trainer.offload
+        else "trainer.replicate_base=false divides 16-bit weights alone among ranks"
+        if trainer is not None and _divides(trainer)
         else "config.json says so, and its files hold no quantised matrix"
         if not modules
         else ""
@@ -64,6 +66,13 @@ def check_trainable(model_path: Path, *, offload: bool = False) -> str:
     return (
         f"{model_path.name} is quantised ({form.name}): it stays so in the trainer, in full on each "
         "rank, which widens a matrix where it is used; the adapter is not quantised"
+    )
+
+
+def _divides(trainer: TrainerConfig) -> bool:
+    """Whether someone asked for the base in parts."""
+    return (
+        trainer.num_ranks > 1 and "replicate_base" in trainer.model_fields_set and not trainer.replicate_base
     )
 
 

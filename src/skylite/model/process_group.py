@@ -72,17 +72,19 @@ class Dist:
     def share(self, value: T | None) -> T:
         """The value of rank 0 on every rank; the others pass None. JSON, or examples in lists.
 
+        Equal images are sent once, and one object afterwards.
+
         As bytes: torch's own function for objects unpickles what a peer sends, which can be any code. By
         gloo, also beside NCCL: a rank that waits in NCCL keeps its GPU busy.
         """
         if self.dp_size == 1:
             return cast(T, value)
-        text = bytearray(json.dumps(value, default=_to_json).encode() if self.is_main else b"")
+        text = bytearray(json.dumps(value, default=_Encoder()).encode() if self.is_main else b"")
         size = self.broadcast_(torch.tensor([len(text)]))
         body = (
             torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(int(size), dtype=torch.uint8)
         )
-        return cast(T, json.loads(self.broadcast_(body).numpy().tobytes(), object_hook=_from_json))
+        return cast(T, json.loads(self.broadcast_(body).numpy().tobytes(), object_hook=_Decoder()))
 
     def wait_for(self, look: Callable[[], T | None]) -> T:
         """What `look` returns on rank 0, which alone calls it, once that is not None. All ranks call it.
@@ -98,27 +100,43 @@ class Dist:
 _ARRAY, _EXAMPLE, _IMAGE = "array of a rank", "example of a rank", "image of a rank"
 
 
-def _to_json(value: object) -> dict[str, Any]:
-    if isinstance(value, np.ndarray) and value.ndim == 1:
-        return {_ARRAY: [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
-    if isinstance(value, TrainingExample):
-        return {_EXAMPLE: {f.name: getattr(value, f.name) for f in fields(value)}}
-    if isinstance(value, ImageTokens):
-        return {_IMAGE: [value.start, value.length, base64.b64encode(value.data).decode()]}
-    raise TypeError(f"ranks do not share a {type(value).__name__}")
+class _Encoder:
+    """What JSON lacks, for one message. The first of equal images has the file, the others its number."""
+
+    def __init__(self) -> None:
+        self.files: dict[bytes, int] = {}
+
+    def __call__(self, value: object) -> dict[str, Any]:
+        if isinstance(value, np.ndarray) and value.ndim == 1:
+            return {_ARRAY: [value.dtype.str, base64.b64encode(value.tobytes()).decode()]}
+        if isinstance(value, TrainingExample):
+            return {_EXAMPLE: {f.name: getattr(value, f.name) for f in fields(value)}}
+        if isinstance(value, ImageTokens):
+            file = None if value.data in self.files else base64.b64encode(value.data).decode()
+            number = self.files.setdefault(value.data, len(self.files))
+            return {_IMAGE: [value.start, value.length, number, file]}
+        raise TypeError(f"ranks do not share a {type(value).__name__}")
 
 
-def _from_json(value: dict[str, Any]) -> Any:
-    if _ARRAY in value:
-        dtype, data = value[_ARRAY]
-        return np.frombuffer(base64.b64decode(data), dtype=np.dtype(dtype)).copy()  # refuses objects
-    if _IMAGE in value:
-        start, length, data = value[_IMAGE]
-        return ImageTokens(start, length, base64.b64decode(data))
-    if _EXAMPLE in value:
-        example = value[_EXAMPLE]
-        return TrainingExample(**example | {"images": tuple(example["images"])})
-    return value
+class _Decoder:
+    """The values of an `_Encoder`. JSON is read in the order in which it was written."""
+
+    def __init__(self) -> None:
+        self.files: list[bytes] = []
+
+    def __call__(self, value: dict[str, Any]) -> Any:
+        if _ARRAY in value:
+            dtype, data = value[_ARRAY]
+            return np.frombuffer(base64.b64decode(data), dtype=np.dtype(dtype)).copy()  # refuses objects
+        if _IMAGE in value:
+            start, length, number, file = value[_IMAGE]
+            if file is not None:
+                self.files.append(base64.b64decode(file))
+            return ImageTokens(start, length, self.files[number])
+        if _EXAMPLE in value:
+            example = value[_EXAMPLE]
+            return TrainingExample(**example | {"images": tuple(example["images"])})
+        return value
 
 
 def _poll(look: Callable[[], T | None]) -> T | None:

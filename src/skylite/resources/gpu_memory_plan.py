@@ -93,6 +93,8 @@ class TrainerMemory:
     head: int
     """Scratch of the LM head, or of AdamW's step with offloaded moments, while no layer is computed."""
     process: int
+    is_quantised: bool
+    """Whether the base is, so that every rank holds all of it on its device."""
     keeps_freed: bool
     """Whether the allocator keeps freed blocks by their size, as TBB's does on a CPU: the blocks of the head
     and of the layers then add up."""
@@ -179,9 +181,13 @@ def checkpointing_default(config: TrainConfig, setup: Setup) -> tuple[TrainConfi
 def replicate_default(config: TrainConfig, setup: Setup) -> tuple[TrainConfig, str]:
     """On several GPUs, the settings with the whole base on each rank where it fits, and a note.
 
-    Unless someone set it. Checkpointing is chosen before: to gather layers costs less than to compute again.
+    A quantised base is never sharded, on a CPU neither. Another one may be, if someone set it. Checkpointing
+    is chosen before: to gather layers costs less than to compute again.
     """
     ranks, own = config.trainer.num_ranks, config.trainer
+    if ranks > 1 and not own.replicate_base and setup.sizes(config).quantised:
+        note = f"trainer.replicate_base=true: each of the {ranks} ranks holds the quantised base in full"
+        return _replicated(config), note
     if setup.device == "cpu" or ranks == 1 or own.offload or "replicate_base" in own.model_fields_set:
         return config, ""
     engine, gpus = setup.engine(config), {gpu.index: gpu for gpu in visible_gpus()}
@@ -232,8 +238,7 @@ def choose_replication(
 
     `limit_of`: as for `choose_checkpointing`.
     """
-    whole = config.trainer.model_copy(update={"replicate_base": True})
-    candidate = config.model_copy(update={"trainer": whole})
+    candidate = _replicated(config)
     trainer = trainer_memory(sizes, candidate, "cuda", dtype)
     try:
         limit = limit_of(candidate, trainer)
@@ -241,6 +246,11 @@ def choose_replication(
         return config
     fits = limit is not None and most_tokens(candidate, trainer, limit + trainer.process)
     return candidate if fits and fits >= enough_tokens(config) else config
+
+
+def _replicated(config: TrainConfig) -> TrainConfig:
+    trainer = config.trainer.model_copy(update={"replicate_base": True})
+    return config.model_copy(update={"trainer": trainer})
 
 
 def _with_checkpointing(config: TrainConfig, name: str) -> TrainConfig:
@@ -314,6 +324,7 @@ def trainer_memory(sizes: ModelSizes, config: TrainConfig, device: Device, dtype
         mask=config.max_sequence_tokens**2 * item if sdpa else 0,
         head=max(_head_scratch(sizes, device, dtype), MOMENTS * adapters * FLOAT32 if offload else 0),
         process=TRAINER_PROCESS[device],
+        is_quantised=bool(sizes.quantised),
         keeps_freed=device == "cpu",
     )
 
@@ -438,7 +449,7 @@ def require_trainer(
             f"The trainer does not fit on GPU {gpu.index} ({gpu.name}){engines}: a trajectory of {longest} "
             f"tokens needs about {gib(needed)} ({trainer.parts(longest)}), "
             f"and {gib(limit)} are left{f'; {others}' if others else ''}.",
-            f"Use {_helps(config, *GPU_HELPS)}.",
+            f"Use {_gpu_helps(config, trainer)}.",
         )
 
 
@@ -543,9 +554,14 @@ def rank_note(config: TrainConfig, trainer: TrainerMemory, limit: int) -> Note:
         setting = f"trainer.tokens_per_micro_batch={fitting}"
         remedy = f"Set {setting}, which fits at all lengths of completions, or auto, which measures"
     else:
-        remedy = f"Use {_helps(config, *GPU_HELPS)}"
+        remedy = f"Use {_gpu_helps(config, trainer)}"
     end = "so a step may run out of memory; skylite then halves its micro-batches"
     return warning(f"{text}, {end}. {remedy}")
+
+
+def _gpu_helps(config: TrainConfig, trainer: TrainerMemory) -> str:
+    """Neither more ranks nor offload leave less of a quantised base on a GPU."""
+    return _helps(config, *(GPU_HELPS[:1] if trainer.is_quantised else GPU_HELPS))
 
 
 def _helps(config: TrainConfig, *others: str) -> str:

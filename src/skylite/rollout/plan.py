@@ -224,7 +224,7 @@ def choose_model(config: TrainConfig, launcher: Launcher) -> ResolvedModel:
     if config.engine.num_engines:
         launcher.check_machine(device)
     model = resolve_model(config.model.name)
-    check_trainable(model.path, offload=config.trainer.offload)
+    check_trainable(model.path, config.trainer)
     return model
 
 

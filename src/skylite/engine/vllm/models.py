@@ -56,24 +56,35 @@ class Served:
 def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) -> str:
     """Raise ModelError if vLLM cannot serve LoRA on this model or, with `lora`, on its target modules.
 
-    Returns a note if vLLM's version is not in the table, else "".
+    Without a vLLM, as the tested version. Returns a note then, and if vLLM's version is not in the table.
     """
+    table = parse_json(read_text(TABLE))
     version = vllm_version()
     if version is None:
-        return ""
+        note = _check_served(model_path, device, lora, table)
+        missing = f"no vLLM is installed; what it serves is that of vLLM {table['vllm']}, the tested release"
+        return f"{missing}; {note}" if note else missing
+    if version == table["vllm"]:
+        return _check_served(model_path, device, lora, table)
+    if lora is not None:
+        _check_head(model_path, lora)
+    if lora is not None and (lora.rank_pattern or lora.alpha_pattern):
+        raise ModelError(
+            f"vLLM {version} was not tested with lora.rank_pattern and lora.alpha_pattern, which older "
+            "releases ignore: they would sample from another policy.",
+            f"Install vLLM {table['vllm']}, or leave them out.",
+        )
+    return (
+        f"vLLM {version} is not the tested {table['vllm']}, so it was not checked that it serves this model"
+    )
+
+
+def _check_served(model_path: Path, device: str, lora: LoraConfig | None, table: dict[str, Any]) -> str:
+    """`check_lora` for the version of the table."""
+    version = table["vllm"]
     config = parse_json(read_text(model_path / "config.json"))
     if lora is not None:
         _check_head(model_path, lora)
-    table = parse_json(read_text(TABLE))
-    if table["vllm"] != version:
-        tested = table["vllm"]
-        if lora is not None and (lora.rank_pattern or lora.alpha_pattern):
-            raise ModelError(
-                f"vLLM {version} was not tested with lora.rank_pattern and lora.alpha_pattern, which older "
-                "releases ignore: they would sample from another policy.",
-                f"Install vLLM {tested}, or leave them out.",
-            )
-        return f"vLLM {version} is not the tested {tested}, so it was not checked that it serves this model"
     architecture = _resolve(config["architectures"], table)
     _check_experts(config, architecture, device, version, lora)
     note = _check_hybrid(model_path, architecture, version, device)
