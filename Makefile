@@ -49,7 +49,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lora-gsm8k lora-guess check test test-all test-dist test-vllm test-e2e test-loggers \
-	gpu-check torture fuzz docs docs-reference models-sweep vllm-models lock clean
+	gpu-check torture fuzz docs docs-reference models-sweep serving-sweep vllm-models lock clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -141,6 +141,10 @@ docs-reference: $(READY) ## write the pages and tables in docs/ that are made fr
 
 models-sweep: $(READY) ## train a tiny model of every family of transformers (hub/families.json, 15 minutes)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.model_sweep
+	$(BIN)/python docs/generate_reference.py
+
+serving-sweep: $(READY) ## serve a tiny model of each mixture of experts in vLLM on this CPU (10 minutes)
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.serving_sweep
 	$(BIN)/python docs/generate_reference.py
 
 vllm-models: $(READY) ## write engine/vllm/vllm_models.json, what vLLM serves with LoRA, from the installed vLLM

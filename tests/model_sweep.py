@@ -26,6 +26,7 @@ from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
 from torch import Tensor
 
+from skylite.adapters.peft_targets import exactly_these_modules
 from skylite.adapters.target_modules import EXPERTS, last_names, predict_modules
 from skylite.engine.model_check import takes_expert_lora
 from skylite.engine.vllm.launcher import VllmLauncher
@@ -34,9 +35,9 @@ from skylite.errors import SkyliteError
 from skylite.hub.families import TABLE, Family, read_sweep
 from skylite.hub.resolve import check_folder, tensor_shapes
 from skylite.hub.text_model import auto_class, is_wrapper, read_config
-from skylite.model.fast_path_check import enable_shortcuts
+from skylite.model.fast_path_check import OWN_ATTENTION, enable_shortcuts
 from skylite.model.packing import pack_tokens
-from skylite.model.policy import Policy, _exactly_these_modules, load_policy, score
+from skylite.model.policy import Policy, load_policy, score
 from skylite.model.process_group import Dist
 from skylite.types import TrainingExample
 from tests.decisions import resolved
@@ -156,7 +157,7 @@ def _computed(family: Family, folder: Path, dist: Dist) -> Family:
 def padded_reason(lines: Sequence[str]) -> str:
     """Why no tree, by the line of fast_path_check.py, without what an exception said."""
     reason = next(line for line in lines if line.startswith("packing:")).split("; ")[1]
-    if reason.startswith("the model does not support it"):
+    if reason.startswith(("the model does not support it", OWN_ATTENTION)):
         return "its own attention takes no tree"
     return "a tree gives other log-probabilities" if reason.startswith("mean logprob") else reason
 
@@ -181,7 +182,7 @@ def plain_model(folder: Path, policy: Policy) -> Any:
     )
     paths = sorted({name.partition(".lora_")[0].removeprefix("base_model.model.") for name in policy.lora})
     lora = PeftLoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=paths)
-    with _exactly_these_modules():
+    with exactly_these_modules():
         model = get_peft_model(base, lora)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if params.keys() != policy.lora.keys():
@@ -272,7 +273,10 @@ def sweep(name: str) -> Family:
 def main(names: Sequence[str]) -> None:
     """Sweep the named families, or all."""
     if names:
-        write_table({**read_sweep().families, **{name: sweep(name) for name in names}}.values())
+        families = dict(read_sweep().families)
+        for name in names:
+            families[name] = sweep(name)
+            write_table(families.values())
         return
     PROGRESS.mkdir(parents=True, exist_ok=True)
     for name in all_families():

@@ -131,7 +131,11 @@ def small_config(config_class: Any, own: Mapping[str, Any] | None = None, *, is_
         values |= {"sliding_window": WINDOW}
         values.pop("layer_types", None)
     if "kv_lora_rank" in fields:  # latent attention: head_dim is that of the rotated part
-        values |= {n: v for n, v in (("head_dim", HEAD // 2), ("num_key_value_heads", HEADS)) if n in fields}
+        values |= {
+            n: v
+            for n, v in (("head_dim", SIZES["qk_rope_head_dim"]), ("num_key_value_heads", HEADS))
+            if n in fields
+        }
     for name in parts:
         if (part := getattr(default, name, None)) is not None:
             is_tower = any(word in name for word in ("vision", "audio", "vq"))

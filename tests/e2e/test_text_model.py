@@ -1,4 +1,7 @@
-"""A model that also reads pictures: trained, resumed, evaluated and exported as a text model on real vLLM."""
+"""Models of other families than Llama on real vLLM: trained as text models, each step checked by the canary.
+
+One that also reads pictures is also resumed, evaluated and exported.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
+from skylite.adapters.experts import BOTH
 from skylite.adapters.manifest import read_manifest
 from tests.e2e.project import Project
 from tests.e2e.running import DEADLINE_S
+from tests.serving_sweep import make_model
 from tests.tiny_models import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.vllm, pytest.mark.dist]
@@ -53,3 +58,37 @@ def test_gemma_3_trains_resumes_and_exports_in_the_published_layout(project: Pro
     names = tensor_names(model / "model.safetensors")
     assert tensor_names(tmp_path / "out" / "model.safetensors") == names
     assert any(name.startswith("vision_tower.") for name in names)
+
+
+MLP = {"gate_proj", "up_proj", "down_proj"}
+PER_LAYER = {"per_layer_input_gate", "per_layer_projection"}
+EXPERTS = {"base_layer", "experts"}
+"""Whose matrices PEFT names so: gate_up_proj and down_proj of the experts."""
+
+
+@pytest.mark.parametrize(
+    ("family", "experts", "kinds"),
+    [
+        ("gpt_oss", BOTH, {"q_proj", "k_proj", "v_proj", "o_proj"} | EXPERTS),
+        ("deepseek_v3", BOTH, {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"} | MLP | EXPERTS),
+        ("gemma4", [], {"q_proj", "k_proj", "v_proj", "o_proj"} | MLP | PER_LAYER),
+    ],
+)
+def test_vllm_applies_what_two_steps_trained(
+    family: str, experts: list[str], kinds: set[str], project: Project, tmp_path: Path
+) -> None:
+    """gpt-oss: sinks, windows, biases. DeepSeek-V3: latent attention, a shared expert. Gemma 4: heads of two
+    sizes, frozen experts, a tower that stays.
+    """
+    make_model(tmp_path / family, family)
+    own, run = replace(project, model=tmp_path / family), tmp_path / "run"
+    setting = f"lora.target_parameters={json.dumps(experts)}"
+    done = own.run(*own.train_args(str(run), 2, "--set", setting), timeout_s=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    [*_, line] = own.metrics(str(run))
+    assert line["step"] == 2
+    assert line["canary/gap_max"] < 1e-3
+    assert abs(line["canary/projection"] - 1) < 0.05
+    matrices = load_file(run / "adapters" / "policy-v000002" / "adapter_model.safetensors")
+    learned = {name.partition(".lora_B")[0] for name, b in matrices.items() if ".lora_B" in name and b.any()}
+    assert {path.rpartition(".")[2] for path in learned} == kinds

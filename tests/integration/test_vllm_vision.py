@@ -20,7 +20,8 @@ from skylite.trainer.publish_adapter import write_adapter
 from tests.cases import policy_of
 from tests.decisions import resolved
 from tests.engines import EngineServer, running_server
-from tests.integration.test_vllm_text_models import NOISE, flat, only
+from tests.integration.test_vllm_text_models import NOISE
+from tests.serving_sweep import flat, only
 from tests.small_run import lone_rank, settings
 from tests.tiny_models import make_tiny_model
 

@@ -337,7 +337,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["JambaForCausalLM"], "layer_types": ["mamba", "attention"]},
         r"hybrid with recurrent layers \(mamba1\).*has not tried with vLLM .* on a CPU",
     ),
-    "gpt_oss": ({"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}, "mixture of experts"),
+    "bailing": ({"architectures": ["BailingMoeForCausalLM"], "num_experts": 4}, "mixture of experts"),
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from skylite.adapters.experts import BOTH, ExpertSizes, expert_layers, module_of
 from skylite.adapters.import_adapter import adopt_adapter, copy_warm_start, path_of, read_warm_start
+from skylite.adapters.peft_targets import exactly_these_modules
 from skylite.adapters.target_modules import check_target_names, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.engine.model_sizes import model_sizes
@@ -37,6 +38,7 @@ from tests.cases import (
 )
 from tests.decisions import resolved
 from tests.small_run import lone_rank, settings
+from tests.tiny_families import make_family
 from tests.tiny_models import make_tiny_model
 
 
@@ -87,6 +89,73 @@ def test_logprobs_and_gradients_are_those_of_a_loop_over_dense_experts(tmp_path:
     plain.named_parameters = lambda: named.items()
     expected = reference_gradient(plain, policy, config)
     assert relative_difference(ours, expected) < 1e-5
+
+
+def loop_over_experts(experts: Any, lora: dict[str, torch.Tensor], scale: float) -> Any:
+    """The forward of joined experts as a loop over dense ones; `lora` has PEFT's matrices of a layer."""
+    number, rank, is_gpt_oss = experts.num_experts, 4, experts.has_bias
+
+    def weight(e: int, name: str, module: str) -> torch.Tensor:
+        matrix = getattr(experts, name)[e]
+        delta = lora[f"{module}lora_B"][:, e::number] @ lora[f"{module}lora_A"][e * rank : (e + 1) * rank]
+        return (matrix.T if is_gpt_oss else matrix) + scale * delta
+
+    def forward(x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for e in range(number):
+            both = x @ weight(e, "gate_up_proj", "base_layer.").T
+            if is_gpt_oss:
+                both = both + experts.gate_up_proj_bias[e]
+                gate, up = both[:, ::2].clamp(max=7.0), both[:, 1::2].clamp(-7.0, 7.0)
+                inner = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            else:
+                gate, up = both.chunk(2, dim=-1)
+                inner = functional.silu(gate) * up
+            out = inner @ weight(e, "down_proj", "").T
+            out = out + experts.down_proj_bias[e] if is_gpt_oss else out
+            y = y + ((index == e) * weights).sum(-1, keepdim=True) * out
+        return y
+
+    return forward
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe"])
+def test_gradients_of_other_families_are_those_of_a_loop_over_their_experts(
+    family: str, tmp_path: Path
+) -> None:
+    """With biases, a clamp and transposed matrices; beside a dense layer and a shared expert."""
+    config, model = settings(lora={"target_parameters": BOTH}), make_family(tmp_path / "model", family)
+    with lone_rank() as dist:
+        policy = policy_of(model, config, dist)
+        ours, _ = gradients_after_step(policy, config, dist)
+    with exactly_these_modules():
+        plain = plain_model(model, policy, config)
+    named = dict(plain.named_parameters())
+    paths = [n for n, m in plain.named_modules() if n.endswith(".experts") and hasattr(m, "get_base_layer")]
+    assert paths
+    for path in paths:
+        experts = plain.get_submodule(path).get_base_layer()
+        lora = {n.removeprefix(f"{path}.").replace(".default.weight", ""): p for n, p in named.items()
+                if n.startswith(f"{path}.")}  # fmt: skip
+        experts.forward = loop_over_experts(experts, lora, scale=2.0)
+        plain.get_submodule(path.rpartition(".")[0]).experts = experts
+    plain.named_parameters = lambda: named.items()
+    expected = reference_gradient(plain, policy, config)
+    assert relative_difference(ours, expected) < 1e-5
+
+
+def test_an_adapter_beside_a_dense_layer_loads_with_exactly_its_modules(tmp_path: Path) -> None:
+    """PEFT alone takes DeepSeek-V3's dense gate_proj for that of experts; export does not let it."""
+    model = make_tiny_model(tmp_path / "model", "deepseek_v3")
+    adapter, logprobs = publish("plain", model, tmp_path / "adapters", target_parameters=BOTH)
+
+    def load() -> Any:
+        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), str(adapter)).eval()
+
+    with exactly_these_modules():
+        assert difference(logprobs, load()) < 1e-5
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        load()
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from skylite.model.policy import Policy, load_policy
 from skylite.model.process_group import Dist
 from tests.decisions import resolved
 from tests.small_run import settings
+from tests.tiny_families import make_family
 from tests.tiny_models import make_tiny_model
 from tests.wrong_structures import WRONG, tree_gap, wrong_norm_gap
 
@@ -106,3 +108,29 @@ def test_a_bfloat16_argument_of_a_product_becomes_float32(product: Callable[...,
     with Float32Arithmetic():
         y = product(x, weight)
     torch.testing.assert_close(y, x @ weight.float().t(), rtol=0, atol=1e-6)
+
+
+def test_a_model_with_its_own_attention_function_uses_it_on_padded_rows_and_says_so(
+    tmp_path: Path, dist: Dist
+) -> None:
+    """GPT-J's code asks no `attn_implementation`, so a name for it would be no true statement."""
+    model = make_family(tmp_path / "gptj", "gptj")
+    policy = load_policy(resolved(model, model), settings(), dist)
+    layer = policy.model.get_base_model().transformer.h[0].attn
+    own, calls = type(layer)._attn, []
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(layer), "_attn", counted)
+        chosen, choices = enable_shortcuts(policy, probes(1)[0])
+        calls.clear()
+        fast_path_check._probe_logprobs(chosen, probes(1)[0])
+    assert chosen.packing == "padded"
+    assert len(calls) == chosen.model.config.n_layer
+    assert choices[-2:] == [
+        "packing: padded; the model's own attention function takes no tree",
+        "attention of padded rows: the model's own attention function",
+    ]

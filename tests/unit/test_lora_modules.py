@@ -71,8 +71,11 @@ def test_the_modules_are_every_part_of_a_path_but_the_parameter(model_path: Path
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["*.layers.*"]])
-@pytest.mark.parametrize(("family", "router"), [("jamba", "router"), ("qwen2_moe", "shared_expert_gate")])
-def test_a_router_that_is_a_plain_linear_layer_gets_no_lora(
+@pytest.mark.parametrize(
+    ("family", "router"),
+    [("jamba", "router"), ("qwen2_moe", "shared_expert_gate"), ("deepseek_v3", "kv_b_proj")],
+)
+def test_a_linear_layer_that_engines_compute_without_lora_gets_none(
     family: str, router: str, targets: str | list[str], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM

@@ -18,10 +18,12 @@ from skylite.adapters.experts import BOTH
 from skylite.adapters.target_modules import last_names
 from skylite.config.lora import LoraConfig
 from skylite.engine.vllm import models as servable_models
+from skylite.engine.vllm.cpu_families import read_cpu_families
 from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.engine.vllm.models import GATED_DELTA_NET as GDN
 from skylite.engine.vllm.models import check_build, check_lora, check_torchvision, recurrent_layers
 from skylite.errors import ConfigError, ModelError
+from skylite.hub.families import read_sweep
 from skylite.processes.hardware import choose_dtype
 from tests.unit.engine_cases import PUBLIC, SPEC
 
@@ -90,13 +92,38 @@ def test_the_first_architecture_that_vllm_has_counts(tmp_path: Path) -> None:
     ],
 )
 def test_untried_experts_are_refused_on_a_cpu_and_with_lora(tmp_path: Path, config: dict[str, Any]) -> None:
-    name = "Qwen3VLMoeForConditionalGeneration" if "text_config" in config else "MixtralForCausalLM"
+    name = "Lfm2VlForConditionalGeneration" if "text_config" in config else "BailingMoeForCausalLM"
     folder = model(tmp_path, name, ATTENTION, **config)
     with pytest.raises(ModelError, match=r"mixture of experts .*not tried with vLLM .* on a CPU"):
         check_lora(folder, "cpu", LoraConfig())
     assert check_lora(folder, "cuda", LoraConfig()) == ""
-    with pytest.raises(ModelError, match=rf"{name}, whose experts .*not tried with LoRA"):
+    with pytest.raises(ModelError, match=rf"{name}, whose experts get no LoRA .*: not tried"):
         check_lora(folder, "cuda", LoraConfig(target_parameters=BOTH))
+
+
+def test_a_family_that_the_sweep_refused_on_a_cpu_is_refused_with_its_cause(tmp_path: Path) -> None:
+    folder = model(tmp_path, "NemotronHForCausalLM", ATTENTION, n_routed_experts=8)
+    with pytest.raises(ModelError, match=r"NemotronHForCausalLM, and on a CPU vLLM .*is_act_and_mul=False"):
+        check_lora(folder, "cpu", LoraConfig())
+    assert check_lora(folder, "cuda", LoraConfig()) == ""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_experts_that_vllm_names_otherwise_are_served_without_lora(tmp_path: Path, device: str) -> None:
+    folder = model(tmp_path, "MixtralForCausalLM", ATTENTION, num_local_experts=8)
+    assert check_lora(folder, device, LoraConfig()) == ""
+    with pytest.raises(ModelError, match=r"MixtralForCausalLM, whose experts .*leaves out LoRA on experts"):
+        check_lora(folder, device, LoraConfig(target_parameters=BOTH))
+
+
+def test_every_swept_family_is_one_that_trains_and_says_why_it_is_refused() -> None:
+    swept = read_cpu_families()
+    families = {f.architecture: f for f in read_sweep().families.values()}
+    for architecture, found in swept.items():
+        assert not families[architecture].refused
+        assert families[architecture].name == found.name
+        served = not found.refused
+        assert served == (0 < found.base < 1) == (0 < found.share < 0.1), architecture
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -23,11 +23,16 @@ EXPERTS = ".experts."
 ROUTERS = (
     *("mlp.gate", "block_sparse_moe.gate", "mlp.router", "router.layer", "router.gate"),
     *("feed_forward.router", "feed_forward.gate", "block_sparse_moe.router", "mixer.gate", "moe.gate"),
+    "router.proj",
     "shared_expert_gate",
 )
 """Ends of paths of gates and routers of experts, which get no LoRA. vLLM ignores that of shared_expert_gate:
 its shared expert holds the gate under another name."""
 
+LATENT = "kv_b_proj"
+"""Of latent attention, as in DeepSeek's models: engines fold it into the products beside it, without LoRA."""
+UNFOLDED = ("minicpm3",)
+"""Model types whose latent attention vLLM computes as transformers does."""
 MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Model types whose `out_proj` PEFT refuses: Mamba's fused kernels read its weight without LoRA."""
 
@@ -50,7 +55,7 @@ MEGATRON = {
     "linear_q_down_proj": ("q_a_proj",),
     "linear_q_up_proj": ("q_b_proj",),
     "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
-    "linear_kv_up_proj": ("kv_b_proj",),
+    "linear_kv_up_proj": (LATENT,),
 }
 """Megatron's name of a module -> its names in transformers' models."""
 
@@ -98,7 +103,8 @@ def _fully_matches(name: str, pattern: str) -> bool:
 
 def without_lora(model_type: object) -> tuple[str, ...]:
     """Ends of paths of linear modules that get no LoRA in models of this type."""
-    return (*ROUTERS, "out_proj") if model_type in MAMBA_TYPES else ROUTERS
+    mamba = ["out_proj"] if model_type in MAMBA_TYPES else []
+    return (*ROUTERS, *mamba, *([] if model_type in UNFOLDED else [LATENT]))
 
 
 def in_layers(name: str) -> bool:

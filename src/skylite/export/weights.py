@@ -11,6 +11,7 @@ from typing import Any
 
 from skylite.adapters.import_adapter import CONFIG, WarmStart, is_a, path_of, read_warm_start
 from skylite.adapters.manifest import Canary
+from skylite.adapters.peft_targets import exactly_these_modules
 from skylite.adapters.target_modules import pattern_value
 from skylite.adapters.tensor_file import WEIGHTS
 from skylite.data.chat_tokenizer import (
@@ -164,7 +165,8 @@ def load_adapted(plan: ExportPlan, adapter: Path) -> Adapted:
     canary = plan.manifest.canary
     base = _canary_logprobs(plan, model)
     check_base(base, canary)
-    adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
+    with exactly_these_modules():
+        adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
     logprobs = _canary_logprobs(plan, adapted)
     by = f"{versions('transformers', 'peft')} in float32"
     check = check_export("adapter weights", by, logprobs, canary, is_exact=True, base=base)
@@ -181,7 +183,8 @@ def load_on_original(plan: ExportPlan, adapter: Path) -> Adapted:
     check_weights(plan.base.path, plan.weights_path)
     model, canary = load_float32(plan.weights_path), plan.manifest.canary
     base = _canary_logprobs(plan, model)
-    adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
+    with exactly_these_modules():
+        adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
     logprobs = _canary_logprobs(plan, adapted)
     by = f"{versions('transformers', 'peft')} in float32"
     check = compare_bases(f"adapter on {plan.original_name}", by, logprobs, base, canary)

@@ -41,6 +41,7 @@ TOLERANCE = 1e-3
 Float32's rounding stays below it. A wrong mask, or a head that scales its logits, differs by tenths of nats.
 """
 
+OWN_ATTENTION = "the model's own attention function"
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Names in `layer_types` of a config; other layers (mamba, linear_attention, conv) are recurrent."""
 
@@ -67,7 +68,9 @@ def _enable_shortcuts(policy: Policy, probe: list[int]) -> tuple[Policy, list[st
     lines += _replace_modules(policy, probe, reference)
     policy, of_packing = _pack_as_tree(policy, probe, reference)
     lines += of_packing
-    if policy.packing == "padded":
+    if policy.packing == "padded" and _has_own_attention(base):
+        lines.append(f"attention of padded rows: {OWN_ATTENTION}")
+    elif policy.packing == "padded":
         gap, reason = _gap(policy, probe, reference, "sdpa")
         chosen = "sdpa" if gap <= TOLERANCE else "eager"
         set_attention(base, chosen)
@@ -90,6 +93,8 @@ def _pack_as_tree(policy: Policy, probe: list[int], reference: Tensor) -> tuple[
     if _is_recurrent(policy.model.get_base_model()):
         reason = "recurrent layers carry a state from token to token, also across branches"
         return policy, [f"packing: {policy.packing}; {reason}"]
+    if _has_own_attention(policy.model.get_base_model()):
+        return policy, [f"packing: {policy.packing}; {OWN_ATTENTION} takes no tree"]
     lines: list[str] = []
     for attention in dict.fromkeys([policy.attention, "sdpa"]):
         tree = replace(policy, packing="tree", attention=attention)
@@ -117,6 +122,12 @@ def _short_windows(base: PreTrainedModel, length: int) -> Iterator[None]:
     finally:
         for name, value in lengths.items():
             setattr(config, name, value)
+
+
+def _has_own_attention(base: PreTrainedModel) -> bool:
+    """Whether the text model computes attention itself, whatever `attn_implementation` says: GPT-J."""
+    text = text_model(base)
+    return isinstance(text, PreTrainedModel) and not text._can_set_attn_implementation()
 
 
 def _is_recurrent(base: PreTrainedModel) -> bool:

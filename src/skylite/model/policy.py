@@ -18,7 +18,6 @@ import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import transformers_weight_conversion as conversion
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from skylite.adapters.import_adapter import usual_name
+from skylite.adapters.peft_targets import exactly_these_modules
 from skylite.adapters.target_modules import in_layers, matches, reads_pictures, short_names, without_lora
 from skylite.config.lora import LoraConfig
 from skylite.config.resolved import Resolved
@@ -407,7 +407,7 @@ def _add_adapters(
         check_experts(base, config.lora)
     torch.manual_seed(config.seed)
     names = {role: peft_adapter_name(role, number) for role in adapters}
-    with _exactly_these_modules(), _unrounded(dtype):
+    with exactly_these_modules(), _unrounded(dtype):
         try:
             for role, peft_config in adapters.items():
                 if isinstance(model, PeftModel):
@@ -450,21 +450,6 @@ def _unrounded(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         BaseTunerLayer._get_base_layer_device_and_dtype = found
-
-
-@contextmanager
-def _exactly_these_modules() -> Iterator[None]:
-    """Keep PEFT from choosing other modules than named.
-
-    In models such as DeepSeek-V3 it takes a dense MLP's gate_proj for the experts' of transformers 4, and
-    adapts the experts' parameters in its place.
-    """
-    convert = conversion.convert_peft_config_for_transformers
-    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
-    try:
-        yield
-    finally:
-        conversion.convert_peft_config_for_transformers = convert
 
 
 def _peft_config(lora: LoraConfig, modules: list[str]) -> PeftLoraConfig:

