@@ -196,7 +196,7 @@ def test_unfrozen_parts_without_images_or_without_a_target_are_refused(
         check_target_names(model_path, only_text)
 
 
-@pytest.mark.parametrize("lora", [{}, {"freeze_projection": False}, UNFROZEN], ids=str)
+@pytest.mark.parametrize("lora", [{}, {"freeze_projection": False}], ids=str)
 def test_a_run_takes_over_which_parts_an_adapter_changes(
     lora: dict[str, bool], model_path: Path, tmp_path: Path, dist: Dist
 ) -> None:
