@@ -21,6 +21,7 @@ from skylite.service.plan import Base
 from skylite.service.samplers import Samplers
 from skylite.service.saved import SavedPolicies
 from skylite.service.wire import _CLASSES, FLOAT32, INT64
+from skylite.verbs import Datum
 from tests.decisions import resolved
 from tests.small_run import settings
 
@@ -179,3 +180,19 @@ def forward_backward(
         entry.value.dense = value.tobytes()
         entry.value.shape.append(len(value))
     return bytes(message.SerializeToString())
+
+
+def data_messages() -> list[dict[str, Any]]:
+    """Six sequences as the trainer gets them, with all that a loss of samples reads."""
+    rng = np.random.default_rng(1)
+    return [
+        Datum(
+            token_ids=rng.integers(1, 250, length),
+            targets=rng.integers(1, 250, length),
+            inputs={
+                "logprobs": (-6 + rng.normal(size=length) * 0.3).astype(np.float32),
+                "advantages": rng.normal(size=length).astype(np.float32),
+            },
+        ).to_message()
+        for length in (5, 9, 14, 14, 7, 3)
+    ]
