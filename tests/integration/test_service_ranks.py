@@ -1,4 +1,4 @@
-"""The trainer of a service under torchrun: two ranks do what one does, refuse in step, and end with the front."""
+"""The trainer of a service under torchrun: two ranks do what one does, refuse in step, end with the front."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skylite.errors import ConfigError
+from skylite.errors import ConfigError, WriteFailed
 from skylite.run.run_dir import RunDir
 from skylite.service import front as front_module
 from skylite.service import futures
+from skylite.service import saved as saved_module
 from skylite.service.run import read_keys
 from skylite.service.wire import _CLASSES
 from tests.unit.service_cases import ANN, BOB, MODEL, Service, forward_backward, service
@@ -198,6 +200,33 @@ def test_only_the_newest_unnamed_adapters_of_a_policy_stay(tmp_path: Path, monke
 
     monkeypatch.setattr(front_module, "KEPT_UNNAMED", 2)
     run(tmp_path, check, timeout_s=1.0)
+
+
+def test_what_has_expired_is_deleted_and_a_full_disk_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def check(s: Service) -> None:
+        name = await s.policy(await s.session())
+        for number, path in ((1, "short"), (2, "long")):
+            body = {"model_id": name, "seq_id": number, "path": path, "ttl_seconds": 3600}
+            await s.answer(await s.post("save_weights", body))
+        url = f"/api/v1/training_runs/{name}/checkpoints/weights/long/ttl"
+        reply = await s.http.put(url, json={"ttl_seconds": None}, headers={"X-API-Key": ANN})
+        assert reply.status_code == 204
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 4000)
+        with monkeypatch.context() as full:
+            full.setattr(saved_module, "write_json", refuse)
+            await asyncio.sleep(0.4)
+        await asyncio.sleep(0.4)
+        listed = (await s.get(f"training_runs/{name}/checkpoints")).json()["checkpoints"]
+        assert [c["checkpoint_id"] for c in listed] == ["weights/long"]
+        assert [p.name for p in tmp_path.glob("policies/*/weights/*")] == ["long"]
+
+    def refuse(*_: Any) -> None:
+        raise WriteFailed("the disk is full")
+
+    run(tmp_path, check, timeout_s=0.8)
 
 
 def test_another_key_never_works(tmp_path: Path):

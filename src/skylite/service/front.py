@@ -7,6 +7,7 @@ answers. Unblocks: nobody; a client asks for each answer.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from skylite.config.lora import LoraConfig
-from skylite.errors import ConfigError, convert_os_errors
+from skylite.errors import ConfigError, SkyliteError, convert_os_errors
 from skylite.run.run_dir import adapter_name, published_versions
 from skylite.service import requests as r
 from skylite.service.errors import Rejected
@@ -28,6 +29,7 @@ from skylite.service.trainer_link import TrainerLink
 from skylite.service.wire import ForwardBackward, write_scored
 from skylite.verbs import Scored
 
+logger = logging.getLogger(__name__)
 ALPHA = 32.0
 """Tinker's, for every rank."""
 KEPT_UNNAMED = 8
@@ -143,15 +145,21 @@ class Front:
         """End silent sessions and delete what is over, for as long as the service runs."""
         while True:
             await asyncio.sleep(min(TIDY_S, self.session_timeout_s / 4))
-            now = time.monotonic()
-            for name, session in list(self.sessions.items()):
-                if now - session.seen > self.session_timeout_s:
-                    await self.end_session(name)
-            self.futures.forget()
-            self.links = {key: link for key, link in self.links.items() if link[1] > now}
-            for policy, key in self.saved.expired():
-                self.delete(policy, key)
-            self._gone = [v for v in self._gone if not await self.samplers.forget(v)]
+            try:
+                await self._tidy_once(time.monotonic())
+            except SkyliteError as error:  # such as a full disk: it may have room the next time
+                logger.warning(f"not everything could be tidied up: {error}")
+
+    async def _tidy_once(self, now: float) -> None:
+        for name, session in list(self.sessions.items()):
+            if now - session.seen > self.session_timeout_s:
+                await self.end_session(name)
+        self.futures.forget()
+        self.links = {key: link for key, link in self.links.items() if link[1] > now}
+        for policy, key in self.saved.expired():
+            self.delete(policy, key)
+        gone, self._gone = self._gone, []
+        self._gone += [v for v in gone if not await self.samplers.forget(v)]
 
     # Policies
 

@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from skylite.config.lora import LoraConfig
-from skylite.errors import ConfigError
+from skylite.errors import ConfigError, SkyliteError
 from skylite.processes.file_tree import remove_tree
 from skylite.run.files import write_json
 from skylite.service.errors import Rejected
@@ -103,11 +103,19 @@ class SavedPolicies:
         return match[1], record, saved
 
     def remove(self, policy: str, key: str) -> Saved:
-        """Delete a state, or the record of an adapter, whose files the caller deletes."""
-        saved = self.by_id[policy].saved.pop(key)
+        """Delete a state, or the record of an adapter, whose files the caller deletes.
+
+        Raises WriteFailed, and then everything is as before.
+        """
+        record = self.by_id[policy]
+        saved = record.saved.pop(key)
+        try:
+            self._write(policy)
+        except SkyliteError:
+            record.saved[key] = saved
+            raise
         if saved.version is None:
             remove_tree(self._folder(policy) / key)
-        self._write(policy)
         return saved
 
     def expired(self) -> list[tuple[str, str]]:
