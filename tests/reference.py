@@ -33,6 +33,8 @@ def reference_advantages(
     if a.advantage in ("gae", "reinforce++"):
         rows = [_token_advantages(s, p, b, a) for s, p, b in zip(samples, penalties, before, strict=True)]
         return _whitened(rows, [_is_counted(s, samples, config) for s in samples])
+    if a.advantage == "gdpo":
+        return _decoupled(samples, config)
     rewards = [s.reward - sum(p) for s, p in zip(samples, penalties, strict=True)]
     numbers = [_group_advantage(i, samples, rewards, a.advantage) for i in range(len(samples))]
     rows = [[x] * len(s.completion_token_ids) for x, s in zip(numbers, samples, strict=True)]
@@ -57,6 +59,18 @@ def _group_advantage(index: int, samples: Sequence[Row], rewards: list[float], k
             math.sqrt(sum((rewards[i] - mean) ** 2 for i in group) / (len(group) - 1)) + 1e-6
         )
     return mine - mean
+
+
+def _decoupled(samples: Sequence[Row], config: TrainConfig) -> list[list[float]]:
+    """GDPO: each component on its own, then the sum, then over the step's trajectories."""
+    sums = [0.0] * len(samples)
+    for name, weight in zip(("right", "long"), config.reward.weights or (1.0, 1.0), strict=True):
+        scores = [s.components[name] for s in samples]
+        for i in range(len(samples)):
+            sums[i] += weight * _group_advantage(i, samples, scores, "grpo")
+    mean = sum(sums) / len(sums)
+    std = math.sqrt(sum((x - mean) ** 2 for x in sums) / (len(sums) - 1)) + 1e-6
+    return [[x / std] * len(s.completion_token_ids) for x, s in zip(sums, samples, strict=True)]
 
 
 def _token_advantages(sample: Row, penalty: list[float], before: Before, a: AlgorithmConfig) -> list[float]:

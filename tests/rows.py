@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skylite.run.rollout_file import write_rollouts
@@ -26,6 +26,7 @@ class Row:
     prompt_id: str = ""
     calls: tuple[tuple[list[int], list[int]], ...] = ()
     """(prompt, completion) of each call. Empty: one call, described by the other fields."""
+    components: dict[str, float] = field(default_factory=dict)
 
     @property
     def all_calls(self) -> tuple[tuple[list[int], list[int]], ...]:
@@ -69,7 +70,7 @@ def trajectory_of(row: Row) -> Trajectory:
             finish_reason="length" if row.truncated else "stop",
         )
         samples.append(sample)
-    return Trajectory(calls=tuple(samples), reward=row.reward)
+    return Trajectory(calls=tuple(samples), reward=row.reward, components=row.components)
 
 
 def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: int = 12) -> list[Row]:
@@ -94,6 +95,7 @@ def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: 
                     sampling_logprobs=logprobs,
                     reward=reward,
                     truncated=group == 2 and index == 1,
+                    components={"right": reward, "long": len(completion) / 100},
                 )
             )
     return samples
@@ -131,6 +133,7 @@ def _row_of_calls(
         sampling_logprobs=[-5.0 + rng.uniform(-2, 2) for _ in sampled],
         reward=reward,
         calls=tuple(calls),
+        components={"right": reward, "long": len(sampled) / 100},
     )
 
 

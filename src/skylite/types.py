@@ -201,6 +201,8 @@ class TrainingExample:
     turn: int = 0
     reward: float = 0.0
     """What the call's last token earned. The sum over a trajectory's calls is its reward."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """Of the trajectory's reward: name -> unweighted score. Equal in all of its calls."""
     is_truncated: bool = False
     """Whether a limit ended the trajectory."""
     version: int = 0

@@ -31,12 +31,16 @@ class FunctionKind:
     returns: str
     takes_two: bool = True
     """Whether it is called with two arguments. Rewards are called by name (rewards/call_rewards.py)."""
+    may_ask: tuple[str, ...] = ()
+    """Further parameters that it may have, which get their values by name."""
 
 
 REWARD = FunctionKind(
     "reward", "reward.functions", "(completion, *, prompt, answer, **columns)", "float", takes_two=False
 )
-ADVANTAGE = FunctionKind("advantage", "algorithm.advantage", "(rewards, lengths)", "Tensor")
+ADVANTAGE = FunctionKind(
+    "advantage", "algorithm.advantage", "(rewards, lengths)", "Tensor", may_ask=("components",)
+)
 EPISODE = FunctionKind("episode", "env.episode", "(task, chat)", "float")
 LAUNCHER = FunctionKind("launcher", "engine.launcher", "()", "Launcher", takes_two=False)
 POLICY_LOSS = FunctionKind("policy loss", "algorithm.policy_loss", "(inputs, config)", "Tensor")
@@ -107,7 +111,7 @@ def load_function(spec: str, kind: FunctionKind, sha256: str | None = None) -> C
     try:
         with user_code():
             function: Callable[..., Any] | None = getattr(module, name, None)
-            problem = _call_problem(function) if kind.takes_two else ""
+            problem = _call_problem(function, kind) if kind.takes_two else ""
     except UserCodeFailed as error:
         raise ConfigError(f"{name} in {path} cannot be used: {error}.", "Fix that file.") from error
     if not callable(function):
@@ -117,11 +121,12 @@ def load_function(spec: str, kind: FunctionKind, sha256: str | None = None) -> C
     return function
 
 
-def _call_problem(function: Callable[..., Any] | None) -> str:
+def _call_problem(function: Callable[..., Any] | None, kind: FunctionKind) -> str:
     """Why the function cannot be called with two arguments; "" if it can, or is no function."""
     try:
         if callable(function):
-            inspect.signature(function).bind(None, None)
+            signature = inspect.signature(function)
+            signature.bind(None, None, **{n: None for n in kind.may_ask if n in signature.parameters})
     except (TypeError, ValueError) as error:
         return str(error)
     return ""

@@ -71,6 +71,11 @@ class Case:
         return self.mask.to(self.policy.dtype)
 
     @property
+    def components(self) -> Tensor:
+        """[B, 2], as in `samples_of`."""
+        return torch.stack([self.rewards, self.lengths.to(self.rewards.dtype) / 100], dim=1)
+
+    @property
     def groups(self) -> np.ndarray:
         return np.arange(len(self.mask)) // GROUP
 
@@ -240,6 +245,7 @@ def samples_of(case: Case) -> list[Row]:
             sampling_logprobs=logprobs[keep].tolist(),
             reward=reward,
             truncated=length % 2 == 1,
+            components={"score": reward, "long": length / 100},
         )
         for n, (group, length, reward, logprobs, keep) in enumerate(rows)
     ]

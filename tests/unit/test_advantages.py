@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from skylite.algorithms.advantages import (
     GROUP_ADVANTAGES,
+    Components,
     gae,
+    gdpo,
     moments,
     token_returns,
     whiten,
@@ -54,6 +56,30 @@ def test_groups_are_independent_and_equal_rewards_give_zeros(name):
     )
     assert both[1] == both[2] == [0.0] * 8
     assert advantages_of(name, [REWARDS, [1.0, 0, 1, 0]], [LENGTHS, LENGTHS])[0] == alone
+
+
+def test_gdpo_normalises_each_component_in_its_group_and_the_sum_over_the_step():
+    # Group 1: [8, 0, 0, 0] -> 1.5, -.5, -.5, -.5 and [0, 0, .04, .04] -> -k, -k, k, k with k = sqrt(3) / 2.
+    # Group 2: equal first scores -> 0, and the same second ones. Sums with the weights 1 and 2:
+    k = 3**0.5 / 2
+    sums = [1.5 - 2 * k, -0.5 - 2 * k, -0.5 + 2 * k, -0.5 + 2 * k, -2 * k, -2 * k, 2 * k, 2 * k]
+    std = (sum(x * x for x in sums) / 7) ** 0.5
+    scores = torch.tensor(
+        [[[8, 0, 1], [0, 0, 2], [0, 4e-2, 3], [0, 4e-2, 4]], [[5, 0, 5], [5, 0, 6], [5, 1, 7], [5, 1, 8]]],
+        dtype=torch.float64,
+    )
+    shown_only = Components(("right", "short", "metric/x"), scores, torch.tensor([1.0, 2.0, 0.0]))
+    assert gdpo(shown_only).flatten().tolist() == pytest.approx([x / std for x in sums], abs=1e-4)
+    assert shown_only["short"][0].tolist() == [0, 0, 4e-2, 4e-2]
+
+
+def test_gdpo_keeps_apart_what_has_the_same_sum_and_gives_silent_groups_zeros():
+    """Right but long, and wrong but short, have the sum 1."""
+    scores = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [0.0, 0.0]], [[0.1, 0.1], [0.1, 0.1], [0.1, 0.1]]])
+    found = gdpo(Components(("right", "short"), scores, torch.tensor([3.0, 1.0])))
+    assert found[0, 0] > found[0, 1] > found[0, 2]
+    assert found[1].tolist() == [0.0] * 3
+    assert found.std() == pytest.approx(1, rel=1e-5)
 
 
 def test_reinforce_plus_plus_baseline_whitens_over_all_groups():

@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from skylite.algorithms.advantages import GROUP_ADVANTAGES
+from skylite.algorithms.advantages import COMPONENT_ADVANTAGES, GROUP_ADVANTAGES
 from skylite.algorithms.kl import KL_ESTIMATORS
 from skylite.algorithms.losses import (
     AGGREGATIONS,
@@ -29,7 +29,11 @@ def test_the_name_sets_its_row_and_nothing_else(name):
 
 def test_every_choice_has_a_function() -> None:
     along_trajectories = {"reinforce++", "gae"}  # Algorithm.credit_tokens computes these
-    assert set(get_args(algorithm.Advantage)) == set(GROUP_ADVANTAGES) | along_trajectories
+    assert set(get_args(algorithm.Advantage)) == {
+        *GROUP_ADVANTAGES,
+        *COMPONENT_ADVANTAGES,
+        *along_trajectories,
+    }
     assert set(get_args(algorithm.PolicyLoss)) == set(POLICY_LOSSES)
     assert set(get_args(algorithm.Aggregation)) == set(AGGREGATIONS)
     assert set(get_args(AlgorithmConfig.model_fields["kl_estimator"].annotation)) == set(KL_ESTIMATORS)
@@ -52,6 +56,20 @@ def test_settings_of_rewards_are_refused_for_prepared_data(name):
     with pytest.raises(ValidationError, match="has no effect with"):
         AlgorithmConfig(name=name, kl_coef=0.1)
     assert AlgorithmConfig(name=name, updates_per_step=2, kl_ref="base").source != "rollouts"
+
+
+@pytest.mark.parametrize(
+    ("setting", "shown"),
+    [
+        ({"zero_std_groups": "drop"}, "zero_std_groups=drop"),
+        ({"overlong_buffer_frac": 0.2}, "overlong_buffer_frac=0.2"),
+        ({"kl_in": "reward", "kl_coef": 0.1}, "kl_in=reward"),
+    ],
+)
+def test_gdpo_refuses_what_works_on_the_sum_of_the_rewards(setting, shown):
+    with pytest.raises(ValidationError, match=rf"{shown} looks at or changes the sum"):
+        AlgorithmConfig(name="gdpo", **setting)
+    assert AlgorithmConfig(name="gdpo", kl_in="reward").advantage == "gdpo"
 
 
 def test_an_unknown_name_is_refused_and_the_known_ones_listed():

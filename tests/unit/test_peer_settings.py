@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from skylite.algorithms import advantages
 from skylite.config.algorithm import PRESETS, SOURCES, AlgorithmConfig
 from skylite.config.train import TrainConfig
 from tests.unit.peer_cases import (
@@ -95,9 +96,9 @@ def our_advantages(preset: str, case: Case) -> Tensor:
     algorithm = AlgorithmConfig.model_validate({"name": preset})
     config = TrainConfig.model_validate({"algorithm": {"name": preset}})
     micro = micro_for(case, case.values[case.mask] if algorithm.uses_critic else None)
-    advantages = credited(case, replace(micro, kl_penalty=None), config).advantages
-    assert advantages is not None
-    return advantages
+    found = credited(case, replace(micro, kl_penalty=None), config).advantages
+    assert found is not None
+    return found
 
 
 def at_the_end(case: Case) -> Tensor:
@@ -117,6 +118,7 @@ def test_trl(trl: SimpleNamespace, case: Case, preset: str, settings: Settings, 
     assert settings.keys() <= {field.name for field in fields(trl.trainer.GRPOConfig)}
     settings = dict(settings)
     scale = settings.pop("scale_rewards")
+    aggregation = settings.pop("multi_objective_aggregation", "sum_then_normalize")
     epsilon = settings.get("epsilon", 0.2)
     given = {"epsilon_low": epsilon, "epsilon_high": epsilon} | {
         k: v for k, v in settings.items() if k != "epsilon"
@@ -130,12 +132,15 @@ def test_trl(trl: SimpleNamespace, case: Case, preset: str, settings: Settings, 
         monkeypatch,
         mask_truncated_completions=False,
         scale_rewards=scale,
+        multi_objective_aggregation=aggregation,
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_min=None,
         vllm_importance_sampling_clip_max=2.0,
     )
     found = inputs["advantages"].to(case.rewards.dtype)
-    if scale == "group":
+    if aggregation == "normalize_then_sum":
+        monkeypatch.setattr(advantages, "EPS", TRL_EPS)
+    elif scale == "group":
         spread = case.rewards.view(-1, GROUP).std(dim=1).repeat_interleave(GROUP)
         found = found * (spread + TRL_EPS) / (spread + OUR_EPS)
     mine = our_advantages(preset, case)

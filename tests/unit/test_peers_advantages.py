@@ -7,13 +7,14 @@ Losses: test_peers_losses.py. TRL: test_peers_trl.py. Their code: peer_code.py.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from skylite.algorithms.advantages import GROUP_ADVANTAGES
+from skylite.algorithms.advantages import GROUP_ADVANTAGES, Components, gdpo
 from skylite.algorithms.losses import BatchSize
 from skylite.config.train import TrainConfig
 from skylite.run.rollout_file import examples_of
@@ -90,6 +91,23 @@ def test_verl_group_advantages_with_the_kl_in_the_reward(verl, name):
     assert micro.advantages is not None
     assert_same(micro.advantages, theirs[case.mask])
     assert micro.returns is None
+
+
+def test_verl_gdpo_where_completions_are_equally_long(verl):
+    """verl whitens over 12 * 33 tokens, and the paper over 12 completions: 11 and 395 degrees of freedom."""
+    case = make_case(12, 33, 9, torch.float64)
+    case = replace(case, mask=torch.ones_like(case.mask))
+    scores = torch.stack([case.rewards, case.values[:, 0]], dim=1)
+    theirs, _ = verl.core.compute_gdpo_outcome_advantage(
+        torch.zeros_like(case.policy),
+        case.float_mask,
+        case.groups,
+        config={"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 0.25]},
+        non_tensor_batch=dict(zip("ab", scores.T.numpy(), strict=True)),
+        batch={"prompts": case.mask[:, :1], "attention_mask": torch.ones(12, 34, dtype=torch.int64)},
+    )
+    found = gdpo(Components(("a", "b"), scores.view(-1, GROUP, 2), torch.tensor([1.0, 0.25])))
+    assert (found.flatten() - theirs[:, 0] * (33 * 11 / 395) ** 0.5).abs().max() < 1e-5
 
 
 def credited(case: Case, micro: MicroBatch, config: TrainConfig) -> MicroBatch:

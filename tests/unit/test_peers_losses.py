@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from skylite.algorithms.advantages import GROUP_ADVANTAGES
+from skylite.algorithms.advantages import COMPONENT_ADVANTAGES, GROUP_ADVANTAGES
 from skylite.algorithms.importance import importance_weights
 from skylite.algorithms.kl import KL_ESTIMATORS
 from skylite.algorithms.losses import AGGREGATIONS, POLICY_LOSSES, value_loss
@@ -206,6 +206,7 @@ def test_verl_mismatch_metrics(verl, case):
 def test_every_advantage_and_loss_is_compared_with_a_peer():
     """A new algorithm fails here until it is compared above."""
     assert set(GROUP_ADVANTAGES) == {"grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline", "maxrl"}
+    assert set(COMPONENT_ADVANTAGES) == {"gdpo"}
     assert set(POLICY_LOSSES) == {"clip", "dual_clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov"}
     assert set(AGGREGATIONS) == set(VERL_AGGREGATION)
     assert set(KL_ESTIMATORS) == {"k1", "k2", "k3"}

@@ -156,6 +156,8 @@ def trl_step(trl: SimpleNamespace, case: Case, patch: pytest.MonkeyPatch, **sett
     Returns the inputs of its loss. Token ids: 0 is padding, 1 is EOS. Completions of odd length have no EOS.
     """
     patch.setattr(trl.trainer, "gather_object", lambda x: x)
+    aggregation = settings.pop("multi_objective_aggregation", "sum_then_normalize")
+    rewards = case.components if aggregation == "normalize_then_sum" else case.rewards[:, None]
     completions = [[7] * (n - 1) + [7 if n % 2 else 1] for n in case.lengths.tolist()]
     logprobs = [row[keep].tolist() for row, keep in zip(case.rollout, case.mask, strict=True)]
     trainer = trl_trainer(
@@ -175,9 +177,10 @@ def trl_step(trl: SimpleNamespace, case: Case, patch: pytest.MonkeyPatch, **sett
             "gradient_accumulation_steps": 1,
             "gradient_checkpointing_kwargs": None,
         },
-        multi_objective_aggregation="sum_then_normalize",
-        reward_weights=torch.ones(1),
-        reward_func_names=["reward"],
+        multi_objective_aggregation=aggregation,
+        reward_weights=torch.ones(rewards.shape[1], dtype=rewards.dtype),
+        reward_func_names=["score", "long"][: rewards.shape[1]],
+        reward_funcs=[None] * rewards.shape[1],
         _pending_extra_logs={},
         _pending_metrics={},
         _logs=defaultdict(list, {"rewards": defaultdict(list)}),
@@ -194,7 +197,7 @@ def trl_step(trl: SimpleNamespace, case: Case, patch: pytest.MonkeyPatch, **sett
         None,
         None,
     )
-    trainer._calculate_rewards = lambda *_: case.rewards[:, None]
+    trainer._calculate_rewards = lambda *_: rewards
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (case.old, None, None)
     inputs: dict[str, Any] = trainer._generate_and_score_completions([{"prompt": ""}] * len(case.mask))
     return inputs

@@ -17,7 +17,7 @@ from skylite.rollout.plan import plan_run
 from skylite.rollout.sampling import SampledStep
 from skylite.rollout.sources import reward_pool
 from skylite.rollout.step_metrics import component_means, recovered_metrics
-from skylite.run.rollout_file import examples_of, read_rollouts, write_rollouts
+from skylite.run.rollout_file import examples_of, read_examples, read_rollouts, write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.trainer.anomaly import rollout_anomaly
 from skylite.types import Call, Group, Score, Trajectory
@@ -118,6 +118,21 @@ def test_a_run_scores_with_the_reward_list_of_its_settings(own: str, tmp_path: P
         pool.close()
 
 
+def test_gdpo_refuses_a_run_with_one_component(own: str, tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    write_data(tmp_path / "data", 4)
+    tree = {
+        "model": {"name": str(tmp_path / "model")},
+        "data": {"path": str(tmp_path / "data")},
+        "algorithm": {"name": "gdpo"},
+        "reward": {"functions": ["math"]},
+    }
+    with pytest.raises(ConfigError, match=r"this run has only math\. Name two rewards or more"):
+        plan_run(TrainConfig.model_validate(tree), RunDir(tmp_path / "run"))
+    tree["reward"] = {"functions": ["math", f"{own}:length"]}
+    assert plan_run(TrainConfig.model_validate(tree), RunDir(tmp_path / "run")).rewards[1].endswith("length")
+
+
 @pytest.mark.parametrize(
     ("specs", "names"),
     [
@@ -171,6 +186,8 @@ def test_the_rollout_file_keeps_the_order_of_components(tmp_path: Path) -> None:
     assert [list(t.components.items()) for t in again[0].trajectories] == [
         list(t.components.items()) for t in STEP[0].trajectories
     ]
+    examples = read_examples(tmp_path / "step.parquet")
+    assert [e.components for e in examples] == [t.components for t in STEP[0].trajectories]
     recovered = recovered_metrics(1, again, {})
     assert (recovered["reward/gsm8k"], recovered["reward/right_frac"]) == (1.75 / 4, 1 / 4)
 

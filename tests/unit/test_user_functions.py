@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,40 @@ def test_a_function_gets_copies_of_its_inputs(tmp_path: Path) -> None:
     assert table.lengths.min() > 0
 
 
+PER_COMPONENT = """
+def mine(rewards, lengths, components):
+    assert components.names == ("right", "long") and components.scores.shape == (*rewards.shape, 2)
+    components.scores[..., 0] *= components.weights[0]
+    found = components["right"] - components["long"] * components.weights[1]
+    return found - found.mean(dim=1, keepdim=True)
+"""
+
+
+def test_a_function_asks_for_the_components_of_the_rewards_and_gets_copies(tmp_path: Path) -> None:
+    config = settings(
+        algorithm={"advantage": own_file(tmp_path, PER_COMPONENT)},
+        reward={"functions": ["gsm8k", "length"], "weights": [2.0, 0.5]},
+    )
+    rows = random_samples(0)
+    table = table_of(rows, config)
+    assert table.components is not None
+    assert table.advantages is not None
+    scores = [row.components for row in rows]
+    assert table.components["right"].flatten().tolist() == [x["right"] for x in scores]
+    wanted = torch.tensor([2.0 * x["right"] - 0.5 * x["long"] for x in scores]).view(4, 4)
+    assert torch.allclose(table.advantages, wanted - wanted.mean(dim=1, keepdim=True))
+
+
+def test_a_completion_without_a_component_is_named(tmp_path: Path) -> None:
+    config = settings(algorithm={"advantage": own_file(tmp_path, PER_COMPONENT)})
+    rows = random_samples(0)
+    rows[5] = replace(rows[5], components={"right": 1.0})
+    with pytest.raises(RunFailed, match=r"one of prompt test/1 has no long\."):
+        table_of(rows, config)
+    with pytest.raises(RunFailed, match=r"algorithm.advantage=gdpo .* prompt test/0 has no components\."):
+        table_of([replace(row, components={}) for row in rows], settings(algorithm={"name": "gdpo"}))
+
+
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
@@ -102,9 +137,8 @@ def test_a_function_gets_copies_of_its_inputs(tmp_path: Path) -> None:
 def test_a_bad_advantage_gives_one_sentence(body: str, reason: str, tmp_path: Path) -> None:
     spec = own_file(tmp_path, f"def mine(rewards, lengths): return {body}")
     advantage = group_advantage(spec)
-    assert advantage is not None
     with pytest.raises(RunFailed, match=rf"^The advantage mine in {tmp_path}/mine\.py {reason}"):
-        advantage(torch.ones(2, 3), torch.ones(2, 3))
+        advantage(torch.ones(2, 3), torch.ones(2, 3), None)
 
 
 def loss_inputs(count: int = 3) -> LossInputs:
@@ -142,10 +176,8 @@ def test_an_empty_micro_batch_does_not_call_the_function(tmp_path: Path) -> None
 def test_nan_rewards_pass_through_to_the_anomaly_rules(tmp_path: Path) -> None:
     spec = own_file(tmp_path, "def mine(rewards, lengths): return rewards * 2")
     advantage = group_advantage(spec)
-    assert advantage is not None
-    assert torch.isnan(advantage(torch.tensor([[1.0, float("nan")]]), torch.ones(1, 2))).tolist() == [
-        [False, True]
-    ]
+    found = advantage(torch.tensor([[1.0, float("nan")]]), torch.ones(1, 2), None)
+    assert torch.isnan(found).tolist() == [[False, True]]
 
 
 def test_a_file_runs_once(tmp_path: Path) -> None:

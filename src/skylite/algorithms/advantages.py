@@ -1,6 +1,7 @@
 """Advantages: one function for each value of `algorithm.advantage`.
 
-Functions in GROUP_ADVANTAGES compare the trajectories of a group by reward and length. `reinforce++` and
+Functions in GROUP_ADVANTAGES compare the trajectories of a group by reward and length, those in
+COMPONENT_ADVANTAGES by the components of the reward. `reinforce++` and
 `gae` work on tokens (`token_returns`, `gae`) and are whitened over the step.
 """
 
@@ -8,12 +9,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 EPS = 1e-6
 WHITEN_EPS = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """The scores that the rewards are weighted sums of: those of several reward functions, for example."""
+
+    names: tuple[str, ...]
+    """[K]"""
+    scores: Tensor
+    """[N, G, K] unweighted."""
+    weights: Tensor
+    """[K]"""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """[N, G] the scores of one component."""
+        return self.scores[..., self.names.index(name)]
 
 
 def grpo(rewards: Tensor, lengths: Tensor) -> Tensor:
@@ -58,6 +76,24 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
     return whiten(centred, sums)
 
 
+def gdpo(components: Components) -> Tensor:
+    """The weighted sum of each component's (r - mean) / std of the group, over its std in the step.
+
+    Equal sums of different components stay different, and a component on a small scale counts as its weight
+    says. A group's sums are centred, so the step's mean is 0 and is not subtracted. A component with a
+    weight of 0 is left out. GDPO, arXiv 2601.05242, section 3: normalised per reward, summed, then over the
+    batch.
+    """
+    scores = components.scores.unbind(dim=-1)
+    weighted = [
+        weight * grpo(r, torch.ones_like(r))
+        for weight, r in zip(components.weights.tolist(), scores, strict=True)
+        if weight != 0
+    ]
+    total = torch.stack(weighted).sum(dim=0)
+    return total / (total.std() + EPS)
+
+
 GROUP_ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
@@ -70,6 +106,8 @@ GROUP_ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 A group with equal rewards is centred to exact zeros.
 """
+COMPONENT_ADVANTAGES: dict[str, Callable[[Components], Tensor]] = {"gdpo": gdpo}
+"""components [N, G, K] -> advantages [N, G]."""
 
 
 def token_returns(token_rewards: Tensor, gamma: float) -> Tensor:

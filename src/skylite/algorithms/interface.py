@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from skylite.algorithms.advantages import Components
 from skylite.algorithms.losses import BatchSize, LossInputs
 
 KeepTogether = Literal["token", "trajectory", "group"]
@@ -75,7 +76,12 @@ class Algorithm:
         """Bool [N, G]: the trajectories in the loss."""
         return torch.ones_like(truncated)
 
-    def credit(self, rewards: Tensor, lengths: Tensor) -> Tensor | None:
+    @property
+    def needs_components(self) -> bool:
+        """Whether `credit` needs the components of the rewards."""
+        return False
+
+    def credit(self, rewards: Tensor, lengths: Tensor, components: Components | None) -> Tensor | None:
         """[N, G] the advantage of each trajectory. None: it has none, or one for each token."""
         return None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skylite.algorithms.advantages import gae, token_returns, zero_std_groups
+from skylite.algorithms.advantages import Components, gae, token_returns, zero_std_groups
 from skylite.algorithms.importance import importance_weights
 from skylite.algorithms.interface import Algorithm, KeepTogether
 from skylite.algorithms.kl import KL_ESTIMATORS
@@ -25,7 +25,12 @@ from skylite.algorithms.losses import (
     is_clipped,
     ratio_of,
 )
-from skylite.algorithms.user_functions import group_advantage, load_functions, policy_loss
+from skylite.algorithms.user_functions import (
+    asks_for_components,
+    group_advantage,
+    load_functions,
+    policy_loss,
+)
 from skylite.config.algorithm import AlgorithmConfig, ImportanceConfig
 
 
@@ -76,16 +81,23 @@ class PolicyGradient(Algorithm):
 
     @property
     def credits_tokens(self) -> bool:
-        return group_advantage(self.config.advantage) is None
+        return self.config.advantage in ("gae", "reinforce++")
+
+    @property
+    def needs_components(self) -> bool:
+        return asks_for_components(self.config.advantage)
 
     def keep(self, rewards: Tensor, truncated: Tensor) -> Tensor:
         """Only this drops zero-std groups and truncated trajectories."""
         dropped = zero_std_groups(rewards)[:, None] & (self.config.zero_std_groups != "keep")
         return ~dropped & ~(truncated & self.config.mask_truncated)
 
-    def credit(self, rewards: Tensor, lengths: Tensor) -> Tensor | None:
-        advantage = group_advantage(self.config.advantage)
-        return None if advantage is None else advantage(rewards, lengths)
+    def credit(self, rewards: Tensor, lengths: Tensor, components: Components | None) -> Tensor | None:
+        return (
+            None
+            if self.credits_tokens
+            else group_advantage(self.config.advantage)(rewards, lengths, components)
+        )
 
     def credit_tokens(self, rewards: Tensor, values: Tensor) -> Tensor:
         if self.config.uses_critic:

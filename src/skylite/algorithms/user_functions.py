@@ -6,15 +6,17 @@ train something else.
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from skylite.algorithms.advantages import GROUP_ADVANTAGES
+from skylite.algorithms.advantages import COMPONENT_ADVANTAGES, GROUP_ADVANTAGES, Components
 from skylite.algorithms.losses import POLICY_LOSSES, LossInputs
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.errors import RunFailed
@@ -28,8 +30,8 @@ from skylite.user_functions import (
     user_code,
 )
 
-GroupAdvantage = Callable[[Tensor, Tensor], Tensor]
-"""(rewards [N, G], lengths [N, G] in tokens) -> advantages [N, G]."""
+GroupAdvantage = Callable[[Tensor, Tensor, Components | None], Tensor]
+"""(rewards [N, G], lengths [N, G] in tokens, components if it asks for them) -> advantages [N, G]."""
 PolicyLoss = Callable[[LossInputs, AlgorithmConfig], Tensor]
 """-> loss [C]."""
 _hashes: dict[str, str] = {}
@@ -42,13 +44,35 @@ def load_functions(config: AlgorithmConfig, programs: Mapping[str, str]) -> None
     `programs`: spec -> sha256 that the file must have.
     """
     _hashes.update(programs)
-    group_advantage(config.advantage)
+    asks_for_components(config.advantage)
     policy_loss(config.policy_loss)
 
 
-def group_advantage(spec: str) -> GroupAdvantage | None:
-    """The advantage function over groups; None for advantages per token (gae, reinforce++)."""
-    return _load(spec, ADVANTAGE).advantage if is_program(spec) else GROUP_ADVANTAGES.get(spec)
+def group_advantage(spec: str) -> GroupAdvantage:
+    """The advantage function over groups. Not for advantages per token: gae and reinforce++."""
+    if is_program(spec):
+        return _load(spec, ADVANTAGE).advantage
+    if asks_for_components(spec):
+        return partial(_of_components, COMPONENT_ADVANTAGES[spec])
+    return partial(_of_rewards, GROUP_ADVANTAGES[spec])
+
+
+def asks_for_components(spec: str) -> bool:
+    """Whether the advantage needs the components of the rewards."""
+    return _load(spec, ADVANTAGE).takes_components if is_program(spec) else spec in COMPONENT_ADVANTAGES
+
+
+def _of_rewards(
+    function: Callable[[Tensor, Tensor], Tensor], rewards: Tensor, lengths: Tensor, _: Components | None
+) -> Tensor:
+    return function(rewards, lengths)
+
+
+def _of_components(
+    function: Callable[[Components], Tensor], _: Tensor, lengths: Tensor, components: Components | None
+) -> Tensor:
+    assert components is not None
+    return function(components)
 
 
 def policy_loss(spec: str) -> PolicyLoss:
@@ -64,10 +88,16 @@ class UserFunction:
     kind: FunctionKind
     function: Callable[..., Any]
 
-    def advantage(self, rewards: Tensor, lengths: Tensor) -> Tensor:
+    @property
+    def takes_components(self) -> bool:
+        """Whether it has a parameter of that name."""
+        return "components" in inspect.signature(self.function).parameters
+
+    def advantage(self, rewards: Tensor, lengths: Tensor, components: Components | None) -> Tensor:
         """[N, G] float32."""
-        # Copies: the step needs both again, and the function may change them in place.
-        found = self._call(rewards.clone(), lengths.clone())
+        # Copies: the step needs them again, and the function may change them in place.
+        more = {} if components is None else {"components": copy.deepcopy(components)}
+        found = self._call(rewards.clone(), lengths.clone(), **more)
         return self._checked(found, rewards.shape, inputs=[rewards]).float()
 
     def policy_loss(self, x: LossInputs, config: AlgorithmConfig) -> Tensor:
@@ -81,10 +111,10 @@ class UserFunction:
             raise self._error("returned a loss without a gradient", "Compute it from inputs.policy_logprobs.")
         return loss
 
-    def _call(self, *arguments: Any) -> Any:
+    def _call(self, *arguments: Any, **named: Any) -> Any:
         try:
             with user_code():
-                return self.function(*arguments)
+                return self.function(*arguments, **named)
         except UserCodeFailed as error:
             raise self._error(f"raised {error}", "Fix that file.") from error.__cause__ or error
 

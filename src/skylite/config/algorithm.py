@@ -13,7 +13,9 @@ from skylite.config.base_section import Section
 from skylite.config.lora import check_modules
 from skylite.user_functions import is_program
 
-Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline", "maxrl", "opo", "gae"]
+Advantage = Literal[
+    "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline", "maxrl", "opo", "gdpo", "gae"
+]
 PolicyLoss = Literal["clip", "dual_clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed-length"]
 ZeroStdGroups = Literal["keep", "drop", "resample"]
@@ -48,6 +50,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "maxrl": {"advantage": "maxrl"},
     # arXiv 2505.23585: the baseline is the group mean weighted by completion length.
     "opo": {"advantage": "opo"},
+    # arXiv 2601.05242: each component of the reward is normalised in its group before they are summed.
+    "gdpo": {"advantage": "gdpo"},
     # arXiv 1707.06347, with GAE (arXiv 1506.02438) from a LoRA critic.
     "ppo": {"advantage": "gae"},
     # arXiv 2505.22617: tokens whose logprob and advantage vary together drive the loss of entropy.
@@ -68,7 +72,7 @@ class AlgorithmConfig(Section):
 
     name: str = "grpo"
     """Preset that fills in the other fields of this section: grpo, bnpo, dr_grpo, dapo, gspo, cispo, sapo,
-    rloo, reinforce++, reinforce++-baseline, maxrl, opo, ppo, clip_cov, kl_cov, sft or dpo."""
+    rloo, reinforce++, reinforce++-baseline, maxrl, opo, gdpo, ppo, clip_cov, kl_cov, sft or dpo."""
     advantage: Advantage | str = "grpo"
     """Formula that turns rewards into advantages (algorithms/advantages.py), or your own as FILE.py:function.
     gae needs a critic."""
@@ -175,6 +179,21 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 "maxrl divides by a group's mean reward, which overlong_buffer_frac and kl_in=reward can "
                 "make negative; use overlong_buffer_frac=0 and kl_in=loss."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_gdpo_rewards(self) -> Self:
+        unfit = {
+            "zero_std_groups": self.zero_std_groups != "keep",
+            "overlong_buffer_frac": self.overlong_buffer_frac > 0,
+            "kl_in": self.kl_in_reward,
+        }
+        name = next((name for name, is_unfit in unfit.items() if is_unfit), None)
+        if self.advantage == "gdpo" and name is not None:
+            raise ValueError(
+                f"algorithm.{name}={getattr(self, name)} looks at or changes the sum of a reward, and the "
+                "advantage gdpo only reads its components; leave it out."
             )
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, field_validator, model_validator
@@ -110,6 +111,15 @@ class RewardParameters(Section):
         return self
 
 
+METRIC = "metric/"
+"""Prefix of components that are shown only."""
+
+
+def weight_of(component: str, weights: Mapping[str, float]) -> float:
+    """The weight of a component in the reward; without one of its own, 1, or 0 if it is shown only."""
+    return weights.get(component, 0.0 if component.startswith(METRIC) else 1.0)
+
+
 class RewardConfig(RewardParameters):
     """Scoring completions."""
 
@@ -155,8 +165,9 @@ class EnvConfig(Section):
     """Longest sequence of a call: prompt and reply. A longer prompt ends the trajectory."""
     timeout_s: float = Field(600.0, gt=0)
     """Seconds for an episode. Then its processes are killed, and the trajectory ends."""
-    limit_reward: float = 0.0
-    """Reward of a trajectory that a limit ended before its episode returned one."""
+    limit_reward: float | dict[str, float] = 0.0
+    """Reward of a trajectory that a limit ended before its episode returned one: a number, or named
+    components as the episode returns them."""
     on_error: Literal["stop", "drop"] = "stop"
     """If an episode raises: stop the run, or leave its group out of the step and count it."""
     max_concurrent: int = Field(64, ge=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, field_validator, model_validator
@@ -13,7 +13,7 @@ from skylite.config.base_section import LENGTH, MORE, SAFETY, UPDATE, WHAT, Flag
 from skylite.config.engine import EngineConfig
 from skylite.config.lora import LoraConfig
 from skylite.config.resolved import Resolved
-from skylite.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig
+from skylite.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig, weight_of
 from skylite.config.source import SourceFacts, source_of
 
 LOWEST_USUAL_LR = 5e-6
@@ -297,6 +297,12 @@ class TrainConfig(Section):
         algorithm = self.algorithm.model_copy(update={"name": "grpo"})
         engine = self.engine.model_copy(update={"num_engines": 1})
         return self.model_copy(update={"algorithm": algorithm, "engine": engine})
+
+    def component_weights(self, names: Sequence[str]) -> list[float]:
+        """The weights of a reward's components, in the order in which the reward has them."""
+        if self.env.episode or not self.reward.weights:
+            return [weight_of(name, self.env.weights) for name in names]
+        return list(self.reward.weights)
 
     @property
     def max_sequence_tokens(self) -> int:

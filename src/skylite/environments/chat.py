@@ -24,8 +24,6 @@ from skylite.untrusted_text import encodable, parse_json
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[Callable[..., Any] | dict[str, Any]]
-METRIC = "metric/"
-"""Prefix of components that are shown only: their weight is 0 unless env.weights sets one."""
 LIMIT_CODES = ("turn_limit", "context_length_exceeded")
 
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skylite.config.rollout import EnvConfig
+from skylite.config.rollout import EnvConfig, weight_of
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
-from skylite.environments.chat import METRIC, Endpoint, Task
+from skylite.environments.chat import Endpoint, Task
 from skylite.environments.episode_pool import (
     EpisodeFailed,
     EpisodePool,
@@ -195,8 +195,7 @@ def read_reward(value: Any, config: EnvConfig, num_turns: int) -> Score:
         if not value:
             raise ValueError("returned no component of a reward")
         components = {name: _number(x) for name, x in value.items()}
-        weights = {n: config.weights.get(n, 0.0 if n.startswith(METRIC) else 1.0) for n in components}
-        return Score(sum(weights[n] * x for n, x in components.items()), components)
+        return Score(sum(weight_of(n, config.weights) * x for n, x in components.items()), components)
     if isinstance(value, list):
         if len(value) != num_turns:
             raise ValueError(f"returned {len(value)} rewards for {num_turns} turns")

@@ -12,8 +12,9 @@ from collections.abc import Awaitable, Callable
 from importlib import import_module
 from typing import Any
 
+from skylite.config.rollout import METRIC
 from skylite.data.verifiers import COLUMN, cannot_open, open_config
-from skylite.environments.chat import LIMIT_CODES, METRIC, Chat, Task
+from skylite.environments.chat import LIMIT_CODES, Chat, Task
 from skylite.errors import ConfigError
 from skylite.user_functions import UserCodeFailed, user_code
 

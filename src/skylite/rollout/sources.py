@@ -25,7 +25,7 @@ from skylite.environments.episodes_source import episodes_running
 from skylite.environments.offline_source import Offline
 from skylite.environments.single_turn import SingleTurn
 from skylite.environments.source import RolloutSource
-from skylite.errors import DataError
+from skylite.errors import ConfigError, DataError
 from skylite.notes import Note, notes_of, warning
 from skylite.processes.child import Supervisor
 from skylite.processes.streams import printed_lines
@@ -134,6 +134,12 @@ class SingleTurnSource(Source):
         config, rewards, programs = scored.config, scored.rewards, scored.programs
         with printed_lines(log_printed):
             components = load_components(rewards, config.reward.weights, train[0], programs, config.reward)
+            if config.algorithm.advantage == "gdpo" and len(components) < 2:
+                raise ConfigError(
+                    "algorithm.advantage=gdpo normalises each component of a reward on its own, and this "
+                    f"run has only {components[0].name}.",
+                    "Name two rewards or more with --reward, or use algorithm.name=grpo.",
+                )
             notes = check_references(config.reward, info, train, components, programs)
             check_calls(rewards, config, train, programs, info.answer_template)
         return notes

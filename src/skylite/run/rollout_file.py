@@ -30,6 +30,8 @@ EXAMPLE_SCHEMA = pa.schema(
         ("sampling_logprobs", pa.list_(pa.float32())),
         # float64, so that the trainer rounds a trajectory's sum exactly as `Group.is_zero_std` does.
         ("call_reward", pa.float64()),
+        # Like reward and penalty, they belong to the trajectory and are equal in all of its rows.
+        ("components", pa.map_(pa.string(), pa.float64())),
         ("is_truncated", pa.bool_()),
         ("adapter_version", pa.int32()),
         # Of the prompt: the first of its tokens, their number, and the file, in the group's first row alone.
@@ -45,10 +47,8 @@ ROLLOUT_SCHEMA = pa.schema(
         *EXAMPLE_SCHEMA,
         # The rest is for people.
         ("finish_reason", pa.string()),
-        # Reward, penalty and components belong to the trajectory and are equal in all of its rows.
         ("reward", pa.float64()),
         ("penalty", pa.float64()),
-        ("components", pa.map_(pa.string(), pa.float64())),
         ("end", pa.string()),
         # The reward of this turn; all are 0 and has_turn_rewards is false if there is one reward only.
         ("turn_reward", pa.float64()),
@@ -97,6 +97,7 @@ def _example(number: int, group: Group, index: int, trajectory: Trajectory, turn
         trajectory=index,
         turn=turn,
         reward=trajectory.call_rewards[turn],
+        components=trajectory.components,
         is_truncated=trajectory.is_truncated,
         version=call.adapter_version,
         prompt_id=group.prompt.id,
@@ -148,6 +149,7 @@ def _read_example(path: Path, row: dict[str, Any]) -> TrainingExample:
         trajectory=row["trajectory"],
         turn=row["turn"],
         reward=row["call_reward"],
+        components=dict(row["components"]),
         is_truncated=row["is_truncated"],
         version=row["adapter_version"],
         prompt_id=row["prompt_id"],
@@ -203,6 +205,7 @@ def _example_row(example: TrainingExample) -> dict[str, Any]:
         "weights": example.weights,
         "sampling_logprobs": example.sampling_logprobs,
         "call_reward": example.reward,
+        "components": dict(example.components),
         "is_truncated": example.is_truncated,
         "adapter_version": example.version,
         "images": [
@@ -221,7 +224,6 @@ def _texts_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                     "finish_reason": call.finish_reason,
                     "reward": trajectory.reward,
                     "penalty": trajectory.penalty,
-                    "components": dict(trajectory.components),
                     "end": trajectory.end,
                     "turn_reward": trajectory.turn_rewards[turn] if trajectory.turn_rewards else 0.0,
                     "has_turn_rewards": bool(trajectory.turn_rewards),

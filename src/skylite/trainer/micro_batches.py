@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skylite.algorithms.advantages import zero_std_groups
+from skylite.algorithms.advantages import Components, zero_std_groups
 from skylite.algorithms.interface import Algorithm, KeepTogether
 from skylite.algorithms.losses import BatchSize
 from skylite.config.train import TrainConfig
-from skylite.errors import DataError
+from skylite.errors import DataError, RunFailed
 from skylite.model.packing import NO_TOKENS, PackedTokens, Packing, pack_tokens, upload
 from skylite.model.policy import Policy
 from skylite.model.prefix_tree import shared_length, tree_size, tree_work
@@ -42,6 +42,8 @@ class Table:
     """[N, G] float32, penalties included."""
     lengths: Tensor
     """[N, G] tokens with a weight, float32."""
+    components: Components | None
+    """Of the rewards, if the algorithm needs them."""
     kept: Sequence[bool]
     """[N * G] by number: in the loss."""
     zero_std: Sequence[bool]
@@ -131,7 +133,8 @@ def arrange(
     rewards = torch.tensor([[sum(e.reward for e in calls) for calls in group] for group in groups])
     lengths = torch.tensor([[float(num_tokens(calls)) for calls in group] for group in groups])
     kept = algorithm.keep(rewards, torch.tensor([[t[0].is_truncated for t in g] for g in groups]))
-    advantages = None if algorithm.penalises_kl else algorithm.credit(rewards, lengths)
+    components = components_of(groups, config) if algorithm.needs_components else None
+    advantages = None if algorithm.penalises_kl else algorithm.credit(rewards, lengths, components)
     rows = _rows_of_updates(len(groups), num_updates or algorithm.updates_per_step)
     needed = algorithm.needs_pass(kept, advantages)
     numbers = torch.arange(needed.numel()).view_as(needed)
@@ -148,12 +151,31 @@ def arrange(
         numbers={(t[0].group, t[0].trajectory): number for number, t in enumerate(trajectories)},
         rewards=rewards,
         lengths=lengths,
+        components=components,
         kept=kept.flatten().tolist(),
         zero_std=zero_std_groups(rewards).tolist(),
         advantages=advantages,
         updates=updates,
         sizes=sizes_of,
     )
+
+
+def components_of(groups: Sequence[Sequence[Trajectory]], config: TrainConfig) -> Components:
+    """The components of the rewards by name. Raises RunFailed unless every trajectory has all of them."""
+    named = [[calls[0].components for calls in group] for group in groups]
+    names = tuple(dict.fromkeys(chain.from_iterable(chain.from_iterable(named))))
+    for group, of_group in zip(groups, named, strict=True):
+        for calls, own in zip(group, of_group, strict=True):
+            lacking = next((name for name in names if name not in own), "" if names else "components")
+            if lacking:
+                raise RunFailed(
+                    f"algorithm.advantage={config.algorithm.advantage} compares the components of a reward, "
+                    f"and one of prompt {calls[0].prompt_id} has no {lacking}.",
+                    "Let the reward or the episode return all components each time, in a dict; for episodes "
+                    "that a limit ends, set env.limit_reward to such a dict.",
+                )
+    scores = torch.tensor([[[own[name] for name in names] for own in group] for group in named])
+    return Components(names, scores, torch.tensor(config.component_weights(names)))
 
 
 def by_trajectory(examples: Sequence[TrainingExample]) -> list[Trajectory]:

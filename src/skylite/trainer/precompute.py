@@ -56,7 +56,7 @@ def credit(
     by_group = table.advantages
     if algorithm.penalises_kl:
         rewards = table.rewards - _kl_of_trajectories(table, micro_batches, dist)
-        by_group = algorithm.credit(rewards, table.lengths)
+        by_group = algorithm.credit(rewards, table.lengths, table.components)
     if by_group is None:
         return list(micro_batches)
     by_number = by_group.float().flatten().numpy()
