@@ -29,7 +29,7 @@ class Skylite(Program):
     headings = {
         "Train": ("prepare", "train", "replay", "env"),
         "Look at runs": ("watch", "report", "samples", "runs", "adapters"),
-        "Use an adapter": ("eval", "serve", "chat", "export"),
+        "Use an adapter": ("eval", "serve", "chat", "export", "probe"),
         "Write your own loop": ("service",),
         "Machine and loggers": ("doctor", "models", "log"),
     }

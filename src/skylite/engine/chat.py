@@ -50,6 +50,11 @@ def served_models(http: httpx.Client, url: str) -> list[str]:
     return [str(model["id"]) for model in _models(http, url)]
 
 
+def served_adapters(http: httpx.Client, url: str) -> list[str]:
+    """The names of those models that are adapters on a base. Raises RunFailed."""
+    return [str(model["id"]) for model in _models(http, url) if model.get("parent")]
+
+
 def longest_sequence(http: httpx.Client, url: str) -> int:
     """Tokens of the server's longest sequence; 0: it does not say. Raises RunFailed."""
     return max((int(model.get("max_model_len") or 0) for model in _models(http, url)), default=0)

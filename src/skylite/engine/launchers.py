@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from skylite.config.engine import VLLM
 from skylite.config.train import TrainConfig
-from skylite.engine.interface import Launcher
+from skylite.engine.connections import Address
+from skylite.engine.interface import Engine, Launcher
 from skylite.errors import ConfigError
 from skylite.user_functions import LAUNCHER, UserCodeFailed, load_function, user_code
 
@@ -25,3 +26,10 @@ def load_launcher(config: TrainConfig, programs: Mapping[str, str]) -> Launcher:
     except UserCodeFailed as error:
         raise ConfigError(f"{spec} cannot be used: {error}.", "Fix that file.") from error
     return launcher
+
+
+def client_of(name: str, address: Address) -> Engine:
+    """A client of a vLLM server that another program runs. `name`: in errors."""
+    from skylite.engine.vllm.client import VllmClient
+
+    return VllmClient(name, address)
