@@ -34,6 +34,7 @@ from skylite.export.probe import (
 )
 from skylite.hub.resolve import resolve_model
 from skylite.progress_reporting import long_work
+from skylite.types import EncodedPrompt
 from skylite.ui.logs import show
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import plain
@@ -120,7 +121,7 @@ async def ask(address: Address, names: Served, short: list[list[int]], long: lis
 
 
 async def score_all(engine: Engine, name: str, sequences: list[list[int]]) -> list[list[float]]:
-    return [await engine.score(name, ids) for ids in sequences]
+    return [await engine.score(name, EncodedPrompt(tuple(ids))) for ids in sequences]
 
 
 def probe_report(found: Probe, names: Served) -> str:

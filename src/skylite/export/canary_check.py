@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +201,8 @@ def load_float32(folder: Path, widened_in: Dtype = "float32", **options: Any) ->
 
     `widened_in`: the dtype in which the trainer widened the matrices of a quantised model.
     """
+    # Before torch is loaded: threads that spin take the cores from an engine on the same machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, modeling_gguf_pytorch_utils
     from transformers.utils import logging as transformers_logging
@@ -247,19 +251,21 @@ def model_logprobs(
 ) -> list[list[float]]:
     """[S][L - 1] logprobs in nats of all tokens but each first, by a transformers model.
 
+    Neighbours of one length are computed together, those with an image alone.
     `image`: with which every sequence begins, read by the image processor of the folder `base`.
     """
     import torch
 
-    found, seen = [], {} if image is None or base is None else _read_image(image, base)
+    seen = {} if image is None or base is None else _read_image(image, base)
+    found: list[list[float]] = []
     with torch.inference_mode():
-        for ids in sequences:
-            tokens = torch.tensor([list(ids)])
+        for _, rows in groupby(enumerate(sequences), key=lambda x: len(x[1]) if image is None else x[0]):
+            tokens = torch.tensor([list(ids) for _, ids in rows])
             if image is not None:
                 places = torch.zeros_like(tokens)
                 places[:, image.start : image.start + image.length] = 1
                 seen["mm_token_type_ids"] = places
-            logits = model(input_ids=tokens, use_cache=False, **seen).logits[0, :-1].float()
-            chosen = torch.log_softmax(logits, dim=-1).gather(1, tokens[0, 1:, None])
-            found.append(chosen[:, 0].tolist())
+            logits = model(input_ids=tokens, use_cache=False, **seen).logits[:, :-1].float()
+            chosen = torch.log_softmax(logits, dim=-1).gather(2, tokens[:, 1:, None])
+            found += chosen[..., 0].tolist()
     return found

@@ -112,7 +112,7 @@ class AdaptedModel:
         for kind, layers in self._layers.items():
             for layer, key, scale in layers:
                 layer.scaling[key] = scale * factors[kind]
-        return np.array(flat(model_logprobs(self.model, sequences)))
+        return np.array(flat(model_logprobs(self.model, sequences)), dtype=np.float64)
 
 
 def probe_text(seed: int = 0) -> str:
@@ -203,7 +203,7 @@ def fit(
         if rms(seen - at(better)) >= rms(rest):
             break
         best = better
-        if np.abs(change).max() < CONVERGED:
+        if (np.abs(change) < np.maximum(CONVERGED, errors / 4)).all():
             break
     return best, errors, rms(seen - at(best))
 
