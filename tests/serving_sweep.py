@@ -110,6 +110,7 @@ def served_sizes() -> Iterator[None]:
     tiny.SIZES.update({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 2 * tiny.HEAD + 64})
     tiny.SIZES.update({"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64})
     tiny.SIZES.update(dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), tiny.HEAD // 2))
+    tiny.SIZES["max_position_embeddings"] = 1024  # what the servers of tests take
     tiny.SIZES.update({"linear_key_head_dim": 128, "linear_value_head_dim": 128})
     for name, settings_of_it in PUBLISHED.items():
         tiny.OWN[name] = tiny.OWN.get(name, {}) | settings_of_it
