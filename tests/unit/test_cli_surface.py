@@ -23,6 +23,12 @@ FLAGS = {
         "--reward", "--env", "--from-adapter", "--run", "--resume", "--at", "--max-hours", "--max-restarts",
         "--log", "--dry-run", "--set", "--chat-template", "--template-arg", *LOGGING,
     },
+    "sweep": {
+        "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--epochs", "--lr",
+        "--group-size", "--seed", "--reward", "--env", "--from-adapter", "--max-restarts", "--log", "--set",
+        "--chat-template", "--template-arg", "--grid", "--seeds", "--together", "--out", "--resume", "--stop",
+        "--dry-run", *LOGGING,
+    },
     "eval": {
         "--base", "--model", "--data", "--env", "--split", "--limit", "--n", "--step", "--steps", "--all",
         "--max-loras", "--seed", "--json", "--set", "--chat-template", "--template-arg", *LOGGING,
@@ -68,6 +74,7 @@ def test_the_flags_are_unchanged() -> None:
 
 WITHOUT_JSON = {
     "train": "--dry-run prints JSON; watch --json follows a run",
+    "sweep": "watch --json follows each of its runs; report --json compares them",
     "serve": "runs until it is stopped",
     "service": "runs until it is stopped",
     "chat": "a conversation",

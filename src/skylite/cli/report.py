@@ -16,7 +16,9 @@ from skylite.errors import ConfigError
 from skylite.progress_reporting import long_work
 from skylite.report.html import GENERATOR, num_files, page_data, page_html
 from skylite.report.read_run import read_facts
+from skylite.report.sweep import table_text
 from skylite.run.files import atomic_file
+from skylite.run.sweep_dir import SweepDir
 from skylite.ui.logs import show
 from skylite.untrusted_files import open_file
 
@@ -27,7 +29,9 @@ MARK_BYTES = 2_000
 def report(
     targets: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUN...", help="One run folder, or several. Default: the newest."),
+        typer.Argument(
+            metavar="RUN...", help="One run folder, several, or that of a sweep. Default: the newest."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The page to write.", show_default="report-RUN.html")
@@ -45,7 +49,8 @@ def report(
         require_own_page(out, mark)
     else:
         require_own_page(out)
-    runs = [read_facts(target) for target in targets]
+    sweeps = [SweepDir(target) for target in targets if SweepDir.is_one(target)]
+    runs = [read_facts(run) for target in targets for run in runs_of(target)]
     with long_work("reading the runs", total=sum(map(num_files, runs))) as work:
         page = page_data(runs, completions, work.advance)
     text = page_html(page, mark)
@@ -54,12 +59,25 @@ def report(
     if as_json:
         show(json.dumps(result(out, page)))
         return
+    for sweep in sweeps:
+        show(table_text(sweep))
     for run in page["runs"]:
         for alarm in run["alarms"]:
             show(f"{run['label']}: {'alarm' if alarm['is_alarm'] else 'warning'}: {alarm['text']}")
         for line in run["unreadable"]:
             show(f"{run['label']}: not read: {line}")
     show(f"{out} ({len(text) / 1e6:.1f} MB): open it in a browser")
+
+
+def runs_of(target: Path) -> list[Path]:
+    """The runs of a sweep that have a step; any other folder is a run. Raises ConfigError if none has."""
+    if not SweepDir.is_one(target):
+        return [target]
+    sweep = SweepDir(target)
+    runs = [run.root for name in sweep.policies() if (run := sweep.run(name)).metrics_path.exists()]
+    if not runs:
+        raise ConfigError(f"No policy of the sweep {target} has finished a step yet.", "Wait for one.")
+    return runs
 
 
 def result(out: Path, page: dict[str, Any]) -> dict[str, Any]:

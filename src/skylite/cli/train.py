@@ -80,6 +80,28 @@ def train(flags: TrainFlags) -> None:
 
 def _start(flags: TrainFlags, limit: TimeLimit | None) -> bool:
     """Start a new run. Returns whether it finished."""
+    from skylite.rollout.plan import write_run
+    from skylite.run.own_folders import lock_run
+
+    plan, data_path = plan_new(flags.provenance, flags.recipe, flags.run, keep=not flags.dry_run)
+    if flags.dry_run:
+        shown = plan.config.data.model_copy(update={"path": data_path})
+        print_settings(plan.config.model_copy(update={"data": shown}))
+        logger.info(ready_text(plan))
+        return True
+    # Lock before writing: of two processes that start at once, one must see the lock of the other.
+    with lock_run(plan.run.root, plan.resolved.identity.lora_sync_path, plan.config.lora):
+        write_run(plan)
+        return _train(plan, limit)
+
+
+def plan_new(
+    provenance: Provenance, chosen: str | None, run: Path | None, *, keep: bool
+) -> tuple[RunPlan, str]:
+    """The checked plan of a new run, and data.path as set. Raises SkyliteError subclasses.
+
+    `chosen`: --recipe. `run`: its folder. `keep`: prepare the default's data where it is missing.
+    """
     from skylite.cli.train_defaults import (
         default_data,
         default_recipe,
@@ -89,23 +111,17 @@ def _start(flags: TrainFlags, limit: TimeLimit | None) -> bool:
     )
     from skylite.data.prompt_order import steps_per_epoch
     from skylite.rollout.disk_check import check_disk_space
-    from skylite.rollout.plan import plan_run, write_run
-    from skylite.run.own_folders import lock_run
+    from skylite.rollout.plan import plan_run
 
-    provenance, chosen = flags.provenance, flags.recipe
     data = provenance.typed.get("data.path")
     recipe = find_recipe(chosen) if chosen else default_recipe(None if data is None else Path(data.value))
     provenance = replace(provenance, file=recipe)
     config = load_config(recipe, provenance)
     follows_data = is_own_data_recipe(recipe)
     name = Path(config.data.path).resolve().name if follows_data else recipe.stem
-    run_dir = RunDir((flags.run or _new_run(name)).resolve())
+    run_dir = RunDir((run or _new_run(name)).resolve())
     is_default = chosen is None and data is None
-    with (
-        default_data(config, keep=not flags.dry_run)
-        if is_default
-        else contextlib.nullcontext(config) as readable
-    ):
+    with default_data(config, keep=keep) if is_default else contextlib.nullcontext(config) as readable:
         sizes: list[Note] = []
         if follows_data:
             from skylite.processes.hardware import choose_device
@@ -114,15 +130,7 @@ def _start(flags: TrainFlags, limit: TimeLimit | None) -> bool:
         plan = plan_run(readable, run_dir, provenance, notes=sizes)
     steps_per_epoch(len(plan.train), plan.config.rollout.prompts_per_step)  # refuses too few prompts
     check_disk_space(plan.run, plan.config, plan.resolved)
-    if flags.dry_run:
-        shown = plan.config.data.model_copy(update={"path": config.data.path})
-        print_settings(plan.config.model_copy(update={"data": shown}))
-        logger.info(ready_text(plan))
-        return True
-    # Lock before writing: of two processes that start at once, one must see the lock of the other.
-    with lock_run(plan.run.root, plan.resolved.identity.lora_sync_path, config.lora):
-        write_run(plan)
-        return _train(plan, limit)
+    return plan, config.data.path
 
 
 def _resume(flags: TrainFlags, run: RunDir, limit: TimeLimit | None) -> bool:

@@ -34,6 +34,9 @@ class EngineConfig(Section):
     max_loras: int | None = Field(None, ge=1)
     """Adapters that an engine samples from at once; more take turns. none: as many versions as a run needs;
     `skylite service` takes 4."""
+    policies: int = Field(1, ge=1)
+    """Policies that share the engines and the trainer: memory is planned for so many. `skylite sweep` sets it
+    (--together)."""
     max_num_seqs: int = Field(128, ge=1)
     """Maximum sequences that one engine decodes at once. Unless you set it: on a GPU all of a step,
     if these are more, as far as the KV cache holds them, up to 512."""

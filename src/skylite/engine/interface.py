@@ -28,9 +28,10 @@ def served_versions(config: TrainConfig) -> int:
     samples ahead.
 
     On-policy no request for k is left when k + 1 is loaded. An engine holds one adapter more than it samples
-    from at once, so a restarted one can load both.
+    from at once, so a restarted one can load both. Of several policies each may be about to load one.
     """
-    return config.engine.max_loras or 1 + config.rollout.max_staleness
+    own = config.engine.policies * (2 + config.rollout.max_staleness) - 1
+    return config.engine.max_loras or own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,14 +39,15 @@ async def start_engines(
     target_modules: list[str],
     supervisor: Supervisor,
     restarts: RestartPolicy,
+    for_all: Callable[[EngineSpec], EngineSpec] = lambda spec: spec,
 ) -> AsyncIterator[list[Watchdog]]:
     """Start the engines and yield their watchdogs at once; `engines_kept_alive` waits until they serve.
 
-    The supervisor stops the processes.
+    The supervisor stops the processes. `for_all` widens the settings for other runs that share the engines.
     """
     with temporary_folder() as sockets:
         specs = [
-            engine_spec(run_config, target_modules, index, sockets)
+            for_all(engine_spec(run_config, target_modules, index, sockets))
             for index in range(run_config.config.engine.num_engines)
         ]
         yield [Watchdog.start(launcher, spec, logs, supervisor, restarts) for spec in specs]

@@ -12,9 +12,11 @@ from skylite.processes.child_env import FEW_PRODUCTS, LOOPBACK_ONLY, TBB_MALLOC,
 from skylite.processes.gpus import cuda_env
 
 
-def trainer_command(run: Path, rendezvous: Path, num_ranks: int, *, resume: bool) -> list[str]:
-    """torchrun with skylite.trainer.worker, for the run folder `run`."""
-    words = [str(run), *(["--resume"] if resume else [])]
+def trainer_command(
+    run: Path, rendezvous: Path, num_ranks: int, *, resume: bool = False, sweep: bool = False
+) -> list[str]:
+    """torchrun with skylite.trainer.worker, for the run folder `run`, or that of a `sweep`."""
+    words = [str(run), *["--resume"] * resume, *["--sweep"] * sweep]
     return torchrun_command(rendezvous, num_ranks, "skylite.trainer.worker", words)
 
 

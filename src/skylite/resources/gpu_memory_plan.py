@@ -303,7 +303,7 @@ def _with_sequences(config: TrainConfig, count: int) -> TrainConfig:
 def trainer_memory(sizes: ModelSizes, config: TrainConfig, device: Device, dtype: str) -> TrainerMemory:
     """Predict a rank's memory."""
     item = DTYPE_BYTES[dtype]
-    adapters = sizes.lora + sizes.critic_lora
+    adapters = (sizes.lora + sizes.critic_lora) * config.engine.policies
     offload, full = config.trainer.offload, config.trainer.checkpointing == "full"
     sdpa = config.trainer.attention == "sdpa"
     # Autograd keeps keys and values for each head and piece. On a CPU it keeps them once.

@@ -24,6 +24,7 @@ from skylite.errors import (
 from skylite.processes.child import Supervisor
 from skylite.processes.torchrun import killed_rank
 from skylite.rollout.plan import RunPlan
+from skylite.run.run_dir import RunDir
 from skylite.run.status import Status, read_status, write_status
 from skylite.ui.end_message import stopped_text
 
@@ -81,14 +82,15 @@ def explain_failure(plan: RunPlan, error: SkyliteError, supervisor: Supervisor) 
                 error.hint,
             )
     elif isinstance(error, ChildDied):
-        error = _explain_death(plan, error, supervisor)
+        error = explain_death(plan.run, error, supervisor.recent_log(TRAINER))
     return error
 
 
-def _explain_death(plan: RunPlan, error: ChildDied, supervisor: Supervisor) -> SkyliteError:
-    is_trainer, path = error.child == TRAINER, plan.run.trainer_error_path
-    reason = plan.run.read_json(path) if path.exists() else None
-    killed = killed_rank(supervisor.recent_log(TRAINER)) if is_trainer else None
+def explain_death(run: RunDir, error: ChildDied, trainer_log: str) -> SkyliteError:
+    """The same for a child that died, from `run.trainer_error_path` and the trainer's log."""
+    is_trainer, path = error.child == TRAINER, run.trainer_error_path
+    reason = run.read_json(path) if path.exists() else None
+    killed = killed_rank(trainer_log) if is_trainer else None
     # A killed rank takes the others down. Their errors (a closed connection) do not name the cause. A lack of
     # memory does: the ranks that wait for that rank may be killed after it.
     if killed is not None and not (reason and (reason["final"] or reason.get("out_of_memory"))):

@@ -25,7 +25,6 @@ from skylite.run.metrics_file import (
     scores_are_binary,
     write_score,
 )
-from skylite.run.run_dir import adapter_name
 
 
 def is_evaluated_after(config: TrainConfig, step: int) -> bool:
@@ -80,7 +79,7 @@ def trainer_score(plan: RunPlan, version: int) -> tuple[MeanScore, str]:
 
 async def _evaluate(session: Session, version: int) -> EvalResult:
     request = GroupRequest(
-        model=adapter_name(version), version=version, engines=session.engines.engines, temperature=0.0
+        model=session.adapter(version).name, version=version, engines=session.engines.engines, temperature=0.0
     )
     with long_work("evaluating", len(session.plan.held_out)) as work:
         return await evaluate(session.source, session.plan.held_out, request, work.advance)

@@ -281,6 +281,7 @@ ROUNDING_CHANGES = (
     "trainer.deterministic",
     "engine.launcher",
     "engine.num_engines",
+    "engine.policies",
     "engine.max_num_seqs",
     "engine.kv_cache_gib",
     "engine.gpu_memory_utilization",

@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from skylite.adapters.experts import served_modules
 from skylite.adapters.manifest import CanaryImage, read_manifest
@@ -25,8 +25,9 @@ from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, prompt_si
 from skylite.engine.canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder, with_picture
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.launchers import load_launcher
+from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.start_engines import engines_for_modules, start_engines
-from skylite.engine.watchdog import RestartPolicy
+from skylite.engine.watchdog import RestartPolicy, Watchdog
 from skylite.environments.offline_source import Offline
 from skylite.environments.source import GroupRequest
 from skylite.errors import (
@@ -68,25 +69,116 @@ LONGEST_PROMPTS = 16
 """Prompts to encode for the longest one. The longest text need not have the most tokens."""
 
 
-async def run_session(plan: RunPlan, *, resume: bool, limit: TimeLimit | None = None) -> bool:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of a run: what its processes need."""
+
+    plan: RunPlan
+    resume: bool
+    supervisor: Supervisor
+    progress: Progress
+
+    @property
+    def tolerance(self) -> float | None:
+        """Of the canary."""
+        config = self.plan.config
+        return config.sync.canary_tolerance or DEFAULT_TOLERANCE[self.plan.resolved.placement.dtype]
+
+
+class Processes(Protocol):
+    """Engines and trainer of a run: its own, or those that the runs of a sweep share."""
+
+    @property
+    def owner(self) -> str:
+        """See `AdapterVersion`."""
+
+    async def start(self, start: Start, stack: contextlib.AsyncExitStack) -> None:
+        """Start engines and trainer, or join them."""
+
+    async def engines(self, start: Start, stack: contextlib.AsyncExitStack) -> Sequence[RetryingEngine]:
+        """The engines, once they serve the modules of the trainer's first adapter."""
+
+    async def trainer_exit(self, supervisor: Supervisor) -> None:
+        """Wait until the trainer is done with the run."""
+
+    async def leave(self, start: Start, stop: StopRequest) -> None:
+        """After the run's end, however it ended: leave what others use. A supervisor ends the rest."""
+
+
+class OwnProcesses:
+    """Engines and trainer of this run alone."""
+
+    owner = ""
+
+    def __init__(self) -> None:
+        self._watchdogs: list[Watchdog] = []
+        self._modules: list[str] = []
+
+    async def start(self, start: Start, stack: contextlib.AsyncExitStack) -> None:
+        plan, supervisor, progress = start.plan, start.supervisor, start.progress
+        self._modules = last_names(predict_modules(plan.resolved.model.path, plan.config.lora)[1])
+        restarts = RestartPolicy(
+            config=plan.config.engine,
+            verify=partial(verify_folder, tolerance=start.tolerance),
+            counts=progress.restarts,
+        )
+        launcher = load_launcher(plan.config, plan.resolved.trust.programs)
+        starting = start_engines(
+            launcher, plan.run_config, plan.run.logs, self._modules, supervisor, restarts
+        )
+        self._watchdogs = await stack.enter_async_context(starting)
+        progress.event("engines_started")
+        supervisor.start(_trainer_spec(plan, start.resume))
+
+    async def engines(self, start: Start, stack: contextlib.AsyncExitStack) -> Sequence[RetryingEngine]:
+        return await stack.enter_async_context(
+            engines_for_modules(
+                start.plan.run_config,
+                start.plan.run.logs,
+                self._watchdogs,
+                start.supervisor,
+                started_for=self._modules,
+                wanted=published_modules(start.plan),
+            )
+        )
+
+    async def trainer_exit(self, supervisor: Supervisor) -> None:
+        await supervisor.wait_exit(TRAINER)
+
+    async def leave(self, start: Start, stop: StopRequest) -> None:
+        """The supervisor ends them."""
+
+
+async def run_session(
+    plan: RunPlan,
+    *,
+    resume: bool,
+    limit: TimeLimit | None = None,
+    processes: Processes | None = None,
+    screen: Screen | None = None,
+    stop: StopRequest | None = None,
+) -> bool:
     """Run all steps, in folders that the caller has locked. Raises RunFailed subclasses.
 
     Returns whether the run finished: False after a clean stop, by a signal or by `limit`.
 
     If the trainer is lost, the run resumes from its last checkpoint (trainer.max_restarts). The engines
     restart too: they key their prefix cache by adapter name, and the same versions are written again.
+
+    A run of a sweep gets `processes`, a `screen` and a `stop` that nobody else has.
     """
     adapters = plan.resolved.identity.lora_sync_path
-    stop = handle_signals(limit.stop if limit is not None else asyncio.Event())
+    stop = stop or handle_signals(limit.stop if limit is not None else asyncio.Event())
+    processes = processes or OwnProcesses()
     async with contextlib.AsyncExitStack() as stack:
-        screen = stack.enter_context(Screen(plan.config.num_steps))
+        screen = stack.enter_context(screen or Screen(plan.config.num_steps))
         await stack.enter_async_context(loggers_running(plan, stop))
         restarts: dict[str, int] = {}
         while True:
             roll_back(plan, adapters) if resume else clear_control_files(plan)
             screen.state.history = tuple(null_to_nan(m) for m in read_metrics(plan.run.metrics_path))
             try:
-                return await _supervised(plan, screen, adapters, resume, limit, restarts, stop)
+                return await _supervised(plan, screen, processes, resume, limit, restarts, stop)
             except TrainerLost as error:
                 if not may_resume(plan, error, restarts.get(TRAINER, 0), stop.requested.is_set()):
                     raise
@@ -122,29 +214,34 @@ def roll_back(plan: RunPlan, adapters: Path) -> None:
 async def _supervised(
     plan: RunPlan,
     screen: Screen,
-    adapters: Path,
+    processes: Processes,
     resume: bool,
     limit: TimeLimit | None,
     restarts: dict[str, int],
     stop: StopRequest,
 ) -> bool:
     """Run under a supervisor until the run is done, stopped or failed."""
+    adapters = plan.resolved.identity.lora_sync_path
     end_s = plan.config.stop.grace_s * (1 - TRAINER_SHARE)
     async with Supervisor(stop_timeout_s=end_s, skip_wait=stop.forced.is_set) as supervisor:
-        start = plan.first_step - 1
+        done = plan.first_step - 1
         progress = Progress(
             plan.run,
             plan.config.num_steps,
             screen,
             supervisor.pids,
-            step=start,
-            recorded=start,
+            step=done,
+            recorded=done,
             restarts=restarts,
         )
         try:
-            finished = await run_until_stopped(
-                _run(plan, supervisor, progress, resume, limit), plan, supervisor, progress, stop
-            )
+            start = Start(plan=plan, resume=resume, supervisor=supervisor, progress=progress)
+            trainer_exit = partial(processes.trainer_exit, supervisor)
+            try:
+                work = _run(start, processes, limit)
+                finished = await run_until_stopped(work, plan, supervisor, progress, stop, trainer_exit)
+            finally:
+                await processes.leave(start, stop)
         except (SkyliteError, OSError) as error:
             reason = explain_failure(
                 plan, write_failed(error) if isinstance(error, OSError) else error, supervisor
@@ -165,10 +262,16 @@ async def _supervised(
     return finished
 
 
-async def _run(
-    plan: RunPlan, supervisor: Supervisor, progress: Progress, resume: bool, limit: TimeLimit | None
-) -> None:
+async def _run(start: Start, processes: Processes, limit: TimeLimit | None) -> None:
     """Start engines, trainer and reward workers side by side, then run every step."""
+    async with contextlib.AsyncExitStack() as stack:
+        await _run_in(stack, start, processes, limit)
+
+
+async def _run_in(
+    stack: contextlib.AsyncExitStack, start: Start, processes: Processes, limit: TimeLimit | None
+) -> None:
+    plan, supervisor, progress = start.plan, start.supervisor, start.progress
     progress.event("run_started")
     progress.phase(
         "starting",
@@ -176,47 +279,27 @@ async def _run(
     )
     plan.run.canary_path.unlink(missing_ok=True)  # the trainer waits for the new one
     plan.run.held_out_path.unlink(missing_ok=True)
-    async with contextlib.AsyncExitStack() as stack:
-        modules = last_names(predict_modules(plan.resolved.model.path, plan.config.lora)[1])
-        tolerance = plan.config.sync.canary_tolerance or DEFAULT_TOLERANCE[plan.resolved.placement.dtype]
-        restarts = RestartPolicy(
-            config=plan.config.engine,
-            verify=partial(verify_folder, tolerance=tolerance),
-            counts=progress.restarts,
-        )
-        launcher = load_launcher(plan.config, plan.resolved.trust.programs)
-        starting = start_engines(launcher, plan.run_config, plan.run.logs, modules, supervisor, restarts)
-        watchdogs = await stack.enter_async_context(starting)
-        progress.event("engines_started")
-        supervisor.start(_trainer_spec(plan, resume))
-        progress.event("trainer_started")
-        tokenizer = await start_tokenizer(plan, stack)
-        progress.event("tokenizer_ready")
-        running = source_for(plan.config).running(
-            plan.scored, tokenizer, plan.resolved.model.path, plan.run.logs, supervisor
-        )
-        source = await stack.enter_async_context(running)
-        record_choices(plan, await wait_for_trainer_step(plan, plan.first_step - 1))
-        ready = await stack.enter_async_context(
-            engines_for_modules(
-                plan.run_config,
-                plan.run.logs,
-                watchdogs,
-                supervisor,
-                started_for=modules,
-                wanted=_published_modules(plan),
-            )
-        )
-        progress.event("engines_ready")
-        session = Session(
-            plan=plan,
-            engines=EnginePool(ready, tolerance),
-            source=source,
-            progress=progress,
-            limit=limit,
-        )
-        await run_steps(session)
-        await wait_for_trainer_exit(plan, supervisor)
+    await processes.start(start, stack)
+    progress.event("trainer_started")
+    tokenizer = await start_tokenizer(plan, stack)
+    progress.event("tokenizer_ready")
+    running = source_for(plan.config).running(
+        plan.scored, tokenizer, plan.resolved.model.path, plan.run.logs, supervisor
+    )
+    source = await stack.enter_async_context(running)
+    record_choices(plan, await wait_for_trainer_step(plan, plan.first_step - 1))
+    engines = await processes.engines(start, stack)
+    progress.event("engines_ready")
+    session = Session(
+        plan=plan,
+        engines=EnginePool(engines, start.tolerance),
+        source=source,
+        progress=progress,
+        limit=limit,
+        owner=processes.owner,
+    )
+    await run_steps(session)
+    await wait_for_trainer_exit(plan, processes.trainer_exit(supervisor))
 
 
 def record_choices(plan: RunPlan, first: TrainerStep) -> None:
@@ -227,18 +310,18 @@ def record_choices(plan: RunPlan, first: TrainerStep) -> None:
     write_config(replace(plan, resolved=plan.resolved.model_copy(update={"choices": first.choices})))
 
 
-def _published_modules(plan: RunPlan) -> list[str]:
+def published_modules(plan: RunPlan) -> list[str]:
     """Names of the modules that the adapter of the first step changes."""
     adapter = plan.resolved.identity.lora_sync_path / adapter_name(plan.first_step - 1)
     manifest = read_manifest(adapter, verify_hash=False)
     return last_names(served_modules(manifest.target_modules, manifest.target_parameters))
 
 
-async def wait_for_trainer_exit(plan: RunPlan, supervisor: Supervisor) -> None:
+async def wait_for_trainer_exit(plan: RunPlan, exited: Coroutine[Any, Any, None]) -> None:
     """Wait until the trainer ends after its last step. Raises ChildDied; TrainerLost if it hangs."""
     timeout_s = plan.config.trainer.step_timeout_s
     try:
-        await asyncio.wait_for(supervisor.wait_exit(TRAINER), timeout_s)
+        await asyncio.wait_for(exited, timeout_s)
     except TimeoutError:
         raise TrainerLost(
             f"The trainer did not end within {timeout_s:g} s (trainer.step_timeout_s) "

@@ -154,6 +154,8 @@ class Session:
     source: RolloutSource
     progress: Progress
     limit: TimeLimit | None = None
+    owner: str = ""
+    """Of its adapters, on engines that it shares with other runs."""
 
     @property
     def adapters(self) -> Path:
@@ -162,4 +164,4 @@ class Session:
 
     def adapter(self, version: int) -> AdapterVersion:
         """An adapter version, published or not yet."""
-        return AdapterVersion(version, self.adapters / adapter_name(version))
+        return AdapterVersion(version, self.adapters / adapter_name(version), self.owner)

@@ -18,8 +18,9 @@ import signal
 import stat
 import statistics
 import time
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from skylite.errors import ChildDied, DataError, EngineFailed, RunFailed, TrainerLost, convert_os_errors
@@ -94,12 +95,17 @@ class StopRequest:
 
 
 def handle_signals(requested: asyncio.Event) -> StopRequest:
-    """Turn STOP_SIGNALS into stop requests. Other code may set `requested` too. Obeys nohup."""
+    """Turn STOP_SIGNALS into stop requests. Other code may set `requested` too."""
     stop = StopRequest(requested)
+    on_signals(stop.on_signal)
+    return stop
+
+
+def on_signals(act: Callable[[int], None]) -> None:
+    """Call `act` with each of STOP_SIGNALS. Obeys nohup."""
     for number in STOP_SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:
-            asyncio.get_running_loop().add_signal_handler(number, stop.on_signal, number)
-    return stop
+            asyncio.get_running_loop().add_signal_handler(number, act, number)
 
 
 def forget_terminal() -> None:
@@ -121,11 +127,13 @@ async def run_until_stopped(
     supervisor: Supervisor,
     progress: Progress,
     stop: StopRequest,
+    trainer_exit: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> bool:
     """Wait until the work ends, a child process dies or a stop is requested.
 
     Returns True if the work is done. Returns False after a stop: the trainer had time to write its checkpoint
-    and end. Raises the error of the work or of the child.
+    and end. Raises the error of the work or of the child. `trainer_exit`: waits for a trainer that is not a
+    child of `supervisor`.
     """
     running, watching = asyncio.ensure_future(work), asyncio.ensure_future(supervisor.watch())
     try:
@@ -157,7 +165,8 @@ async def run_until_stopped(
             task.cancel()
         await asyncio.gather(running, watching, return_exceptions=True)
     spent_s = time.monotonic() - since
-    await _stop_trainer(plan, supervisor, progress, stop)
+    exited = (trainer_exit or partial(supervisor.wait_exit, TRAINER))()
+    await _stop_trainer(plan, exited, progress, stop)
     if text := _lost_text(plan.run, progress.recorded, step, spent_s):
         logger.warning(text)
     return False
@@ -217,15 +226,18 @@ def ask_trainer_to_end(run: RunDir) -> None:
         os.close(open_to_append(run.stop_path))
 
 
-async def _stop_trainer(plan: RunPlan, supervisor: Supervisor, progress: Progress, stop: StopRequest) -> None:
+async def _stop_trainer(
+    plan: RunPlan, exited: Coroutine[Any, Any, None], progress: Progress, stop: StopRequest
+) -> None:
     """Give the trainer time to write a checkpoint and end. Before its first adapter, it has none to write."""
     if stop.forced.is_set() or not plan.run.trainer_step_path(plan.first_step - 1).exists():
+        exited.close()
         return
     progress.phase("stopping", "the trainer writes its checkpoint")
     ask_trainer_to_end(plan.run)
     with contextlib.suppress(ChildDied):
         in_time = stop.remaining_s(plan.config.stop.grace_s * TRAINER_SHARE)
-        await _wait_for_first(supervisor.wait_exit(TRAINER), stop.forced.wait(), timeout_s=in_time)
+        await _wait_for_first(exited, stop.forced.wait(), timeout_s=in_time)
 
 
 async def _recorded(progress: Progress, step: int) -> None:

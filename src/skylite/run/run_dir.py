@@ -23,11 +23,13 @@ class AdapterVersion:
     version: int
     path: Path
     """Absolute path of the adapter folder, which is complete if it exists."""
+    owner: str = ""
+    """On engines that several runs share, the start of the run that published it."""
 
     @property
     def name(self) -> str:
         """The model name in requests to an engine."""
-        return adapter_name(self.version)
+        return f"{self.owner}:{adapter_name(self.version)}" if self.owner else adapter_name(self.version)
 
     @property
     def manifest_path(self) -> Path:

@@ -50,6 +50,7 @@ from skylite.trainer.micro_batch_memory import (
     resolve_micro_batch_tokens,
 )
 from skylite.trainer.optimizer import FlatAdamW
+from skylite.trainer.shared_base import SharedBase
 from skylite.trainer.step import held_out_metrics, train_step
 from skylite.trainer.trainer import Trainer, make_algorithm, make_trainer
 from skylite.types import ImageTokens, TrainingExample
@@ -109,47 +110,91 @@ class StepResult:
     """What the step file holds besides metrics."""
 
 
+@dataclass(slots=True)
+class Training:
+    """A run in training: its state, and how far it is."""
+
+    state: LoopState
+    first: int
+    """The step that it started after."""
+    done: int
+    """The last step whose version is published."""
+    interval: CheckpointInterval
+    printed: int = 0
+    """Steps between checkpoints, as last printed."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.done >= self.state.config.num_steps
+
+
 def train(run: RunDir, run_config: RunConfig, dist: Dist, resume: bool) -> None:
     """Publish the first version, then train on each rollout file until the last step or a stop request."""
+    training = begin_training(run, run_config, dist, resume)
+    while not training.is_complete:
+        waited = time.monotonic()
+        examples = wait_for_examples(training.state, training.done + 1)
+        if examples is None:
+            break
+        take_step(training, examples, waited)
+    end_training(training)
+
+
+def begin_training(
+    run: RunDir, run_config: RunConfig, dist: Dist, resume: bool, base: SharedBase | None = None
+) -> Training:
+    """Prepare the policy, or load the newest checkpoint, and publish its version. All ranks call it.
+
+    `base`: of several runs, which the policy joins under the name of the run's folder.
+    """
     with half_the_threads():  # the engine starts at the same time
-        state = build_state(run, run_config, dist)
-    interval, printed = CheckpointInterval(state.config.checkpoint.every), 0
-    first = done = restore(state) if resume else 0
+        state = build_state(run, run_config, dist, base)
+    done = restore(state) if resume else 0
     started = time.monotonic()
     metrics = publish_version(state, done) | score_held_out(state, done)
     facts = {"resumed": done > 0, "choices": state.choices}
     write_step_file(run, dist, done, common_facts(state) | facts, metrics, (started, started))
-    for step in range(done + 1, state.config.num_steps + 1):
-        waited = time.monotonic()
-        examples = wait_for_examples(state, step)
-        if examples is None:
-            break
-        state, result = try_until_it_fits(state, examples, step)
-        metrics = result.metrics | {
-            "time/wait_s": result.span[0] - waited,
-            "time/train_s": result.span[1] - result.span[0],
-        }
-        if result.anomaly:
-            save = partial(checkpoint_step, state, step - 1)
-            reason, hint = result.anomaly, result.hint
-            metrics |= reject_step(run, state.config, dist, step, reason, metrics, save, hint)
-            metrics |= publish_version(state, step)
-        done = step
-        metrics |= score_held_out(state, step)
-        # The first step also waits for the engine's start and the first evaluation.
-        interval.step_ended(time.monotonic() - waited if step > first + 1 else None)
-        notes: list[str] = []
-        if is_checkpointed(state, interval, step):
-            metrics |= checkpoint_step(state, step)
-            interval.written(metrics["time/checkpoint_s"])
-        is_news = interval.is_measured and not printed / 2 < interval.steps < 2 * printed
-        if interval.every is None and is_news:
-            notes, printed = [str(interval)], interval.steps
-        metrics["checkpoint/interval"] = float(interval.steps)
-        facts = {"skipped": result.anomaly} if result.anomaly else {}
-        facts |= common_facts(state) | {"warnings": result.warnings, "notes": notes, **result.facts}
-        write_step_file(run, dist, step, facts, metrics, result.span)
-    checkpoint_step(state, done)
+    return Training(state, done, done, CheckpointInterval(state.config.checkpoint.every))
+
+
+def take_step(training: Training, examples: list[TrainingExample], waited: float) -> None:
+    """Train the next step and publish its version. All ranks call it.
+
+    `waited`: since when, by the monotonic clock, the trainer had nothing else to do. Raises TrainingDiverged.
+    """
+    step, interval = training.done + 1, training.interval
+    training.state, result = try_until_it_fits(training.state, examples, step)
+    state = training.state
+    run, dist = state.run, state.dist
+    metrics = result.metrics | {
+        "time/wait_s": result.span[0] - waited,
+        "time/train_s": result.span[1] - result.span[0],
+    }
+    if result.anomaly:
+        save = partial(checkpoint_step, state, step - 1)
+        reason, hint = result.anomaly, result.hint
+        metrics |= reject_step(run, state.config, dist, step, reason, metrics, save, hint)
+        metrics |= publish_version(state, step)
+    training.done = step
+    metrics |= score_held_out(state, step)
+    # The first step also waits for the engine's start and the first evaluation.
+    interval.step_ended(time.monotonic() - waited if step > training.first + 1 else None)
+    notes: list[str] = []
+    if is_checkpointed(state, interval, step):
+        metrics |= checkpoint_step(state, step)
+        interval.written(metrics["time/checkpoint_s"])
+    is_news = interval.is_measured and not training.printed / 2 < interval.steps < 2 * training.printed
+    if interval.every is None and is_news:
+        notes, training.printed = [str(interval)], interval.steps
+    metrics["checkpoint/interval"] = float(interval.steps)
+    facts = {"skipped": result.anomaly} if result.anomaly else {}
+    facts |= common_facts(state) | {"warnings": result.warnings, "notes": notes, **result.facts}
+    write_step_file(run, dist, step, facts, metrics, result.span)
+
+
+def end_training(training: Training) -> None:
+    """Write the checkpoint of the last step. All ranks call it."""
+    checkpoint_step(training.state, training.done)
 
 
 def is_checkpointed(state: LoopState, interval: CheckpointInterval, step: int) -> bool:
@@ -160,14 +205,22 @@ def is_checkpointed(state: LoopState, interval: CheckpointInterval, step: int) -
     return bool(state.dist.broadcast_(torch.tensor([float(is_due)], device=state.dist.device)).item())
 
 
-def build_state(run: RunDir, run_config: RunConfig, dist: Dist) -> LoopState:
-    """Load and shard the model, choose its shortcuts, and score the canary with the base model."""
+def build_state(run: RunDir, run_config: RunConfig, dist: Dist, base: SharedBase | None = None) -> LoopState:
+    """Load and shard the model, choose its shortcuts, and score the canary with the base model.
+
+    With `base`, add the policy to it instead.
+    """
     config = run_config.config
     algorithm = make_algorithm(config)
     algorithm.load(run_config.resolved.trust.programs)  # before the model: a broken file ends the run here
-    policy = load_policy(run_config.resolved, config, dist)
-    sequences, image = wait_for_canary(run, dist)
-    policy, choices = enable_shortcuts(policy, max(sequences, key=len))
+    if base is None:
+        policy = load_policy(run_config.resolved, config, dist)
+        sequences, image = wait_for_canary(run, dist)
+        policy, choices = enable_shortcuts(policy, max(sequences, key=len))
+    else:
+        sequences, image = wait_for_canary(run, dist)
+        policy = base.add_policy(run.root.name, config, run_config.resolved.identity.warm_start).policy
+        choices = base.choices
     run_config = resolve_micro_batch_tokens(run, run_config, policy, dist)
     config = run_config.config
     if algorithm.needs_reference or algorithm.penalises_kl:
@@ -178,7 +231,9 @@ def build_state(run: RunDir, run_config: RunConfig, dist: Dist) -> LoopState:
     return LoopState(
         run=run,
         run_config=run_config,
-        trainer=make_trainer(policy, config, dist),
+        trainer=make_trainer(policy, config, dist)
+        if base is None
+        else replace(base.trainers[run.root.name], config=config),
         canary_sequences=sequences,
         canary_image=image,
         base_logprobs=base_canary_logprobs(policy, sequences, image),

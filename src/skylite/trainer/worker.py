@@ -1,5 +1,7 @@
 """One trainer rank, started by torchrun: `-m skylite.trainer.worker RUN_DIR [--resume]`.
 
+With --sweep the folder is that of a sweep, and the rank trains all of its runs (trainer/serve_runs.py).
+
 Consumes: config.json. Waits for: the other ranks, at the rendezvous. Produces: the loop's files, and
 trainer-error.json if a rank fails. Unblocks: torchrun, which ends all ranks with the first that fails.
 """
@@ -18,15 +20,21 @@ if __name__ == "__main__":
 import argparse
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from skylite.config.loading import read_run_config
+from skylite.config.train import RunConfig
 from skylite.errors import OutOfMemory, SkyliteError, WriteFailed
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir
+from skylite.run.sweep_dir import SweepDir
+
+if TYPE_CHECKING:
+    from skylite.model.process_group import Dist
 
 
 def main() -> NoReturn:
@@ -34,16 +42,20 @@ def main() -> NoReturn:
     parser = argparse.ArgumentParser(prog="skylite.trainer.worker")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
     arguments = parser.parse_args()
-    run = RunDir(arguments.run_dir.resolve())
+    run, sweep = RunDir(arguments.run_dir.resolve()), None
+    if arguments.sweep:
+        sweep = SweepDir(run.root)
+        run = sweep.shared
     sys.excepthook = lambda kind, error, trace: exit_with_traceback(run, kind, error, trace)
     try:
-        run_trainer(run, resume=arguments.resume)
+        if sweep is not None:
+            run_sweep_trainer(sweep)
+        else:
+            run_trainer(run, resume=arguments.resume)
     except SkyliteError as error:
-        print(f"skylite: {error}", file=sys.stderr)
-        lost = isinstance(error, OutOfMemory)
-        kind = {"final": not lost, "out_of_memory": lost}
-        report_error(run, {"what": error.what, "hint": error.hint, **kind})
+        report_failure(run, error)
         exit_now(1)
     except (SystemExit, KeyboardInterrupt) as error:  # of a library or a user's file: not a success
         exit_with_traceback(run, type(error), error, error.__traceback__)
@@ -69,25 +81,53 @@ def exit_with_traceback(
     """
     # Not sys.stderr: torch replaces it with a buffer here, and would print that buffer later.
     traceback.print_exception(kind, error, trace, file=sys.__stderr__)
-    last_line = traceback.format_exception_only(kind, error)[-1].strip()
-    hint = f"Its traceback is in {run.log_path('trainer')}."
-    report_error(run, {"what": last_line, "hint": hint, "final": False})
+    report_failure(run, error)
     exit_now(1)
 
 
 def run_trainer(run: RunDir, resume: bool) -> None:
     """Join the process group and run the training loop."""
     run_config = read_run_config(run.config_path)
-    from skylite.model.process_group import make_deterministic, process_group, set_threads
     from skylite.trainer.loop import train
+
+    with joined_group(run_config, run.rendezvous) as dist:
+        train(run, run_config, dist, resume=resume)
+
+
+def run_sweep_trainer(sweep: SweepDir) -> None:
+    """Join the process group and train the runs of a sweep. They agree on all that is set here."""
+    run_config = read_run_config(sweep.run(next(iter(sweep.policies()))).config_path)
+    from skylite.trainer.serve_runs import serve_runs
+
+    with joined_group(run_config, sweep.shared.rendezvous) as dist:
+        serve_runs(sweep, dist, report_failure)
+
+
+@contextmanager
+def joined_group(run_config: RunConfig, rendezvous: Path) -> Iterator[Dist]:
+    """The process group of the ranks, with the run's threads, determinism and limit of memory."""
+    from skylite.model.process_group import make_deterministic, process_group, set_threads
     from skylite.trainer.micro_batch_memory import limit_gpu_memory
 
     set_threads(run_config.config.trainer.num_threads)
     if run_config.config.trainer.deterministic:
         make_deterministic()
-    with process_group(run_config.resolved.placement.device, run.rendezvous) as dist:
+    with process_group(run_config.resolved.placement.device, rendezvous) as dist:
         limit_gpu_memory(run_config.resolved.memory, dist.device)
-        train(run, run_config, dist, resume=resume)
+        yield dist
+
+
+def report_failure(run: RunDir, error: BaseException) -> None:
+    """Write why the run failed, for its parent. An error that nobody foresaw may go away by a restart."""
+    if isinstance(error, SkyliteError):
+        print(f"skylite: {error}", file=sys.stderr)
+        lost = isinstance(error, OutOfMemory)
+        kind = {"final": not lost, "out_of_memory": lost}
+        report_error(run, {"what": error.what, "hint": error.hint, **kind})
+        return
+    last_line = traceback.format_exception_only(type(error), error)[-1].strip()
+    hint = f"Its traceback is in {run.log_path('trainer')}."
+    report_error(run, {"what": last_line, "hint": hint, "final": False})
 
 
 def report_error(run: RunDir, reason: dict[str, str | bool]) -> None:

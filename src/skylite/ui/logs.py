@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ ON_PANEL: dict[str, Any] = {"on_panel": True}
 """`extra` of a record that repeats what the live panel shows: a live terminal does not print it."""
 PRINTED: dict[str, Any] = {"is_printed": True}
 """`extra` of a record that a user's program printed: the terminal shows it only if the run has no log."""
+MEMBER: ContextVar[str] = ContextVar("member", default="")
+"""In the tasks of a sweep's policy, its name."""
 _ROOT = logging.getLogger("skylite")
 
 
@@ -59,6 +62,7 @@ class TerminalHandler(logging.Handler):
     def format(self, record: logging.LogRecord) -> str:
         """The message, with its level from warnings up; with time and logger name at the level DEBUG."""
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        level += f"{name}: " if (name := MEMBER.get()) else ""
         head, (first, *lines) = "", super().format(record).split("\n")
         if self.level == logging.DEBUG:
             head = f"{_FILE_FORMAT.formatTime(record, '%H:%M:%S')} {record.name}: "
@@ -76,6 +80,7 @@ class RunLogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         head, *lines = _FILE_FORMAT.format(record).split("\n")
+        head += f" [{name}]" if (name := MEMBER.get()) else ""
         text = "\n".join([plain(head), *(f"  {plain(line)}" for line in lines)])
         if self._path is None:
             self._waiting.append(text)
@@ -108,6 +113,25 @@ class RunLogHandler(logging.Handler):
         if not self._is_refused:
             self._is_refused = True
             _ROOT.warning(f"{error} The run continues without these log lines.")
+
+
+@contextmanager
+def member_log(name: str, path: Path) -> Iterator[None]:
+    """Mark the records of this block, and of tasks and threads that it starts, and write them to `path`."""
+    handler = RunLogHandler()
+    handler.addFilter(lambda _: MEMBER.get() == name)
+    handler.open(path)
+    _ROOT.addHandler(handler)
+    token = MEMBER.set(name)
+    try:
+        yield
+    except BaseException as error:
+        trace = None if isinstance(error, SkyliteError) else sys.exc_info()
+        handler.handle(_ROOT.makeRecord(_ROOT.name, logging.ERROR, __file__, 0, str(error), (), trace))
+        raise
+    finally:
+        MEMBER.reset(token)
+        _ROOT.removeHandler(handler)
 
 
 _FILE_FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
