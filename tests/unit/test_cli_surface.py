@@ -47,6 +47,7 @@ FLAGS = {
         "--out", "--host", "--port", "--dry-run", "--max-length", "--policies", "--session-timeout",
         "--model", "--rank", "--set", *LOGGING,
     },
+    "probe": {"--adapter", "--base", "--step", "--name", "--text", "--depth", "--json", *LOGGING},
     "adapters": set(),
     "watch": {"--json", *LOGGING},
     "report": {"--out", "--completions", "--json", *LOGGING},
