@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from skylite.errors import SyncFailed
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion
 from skylite.trainer.canary import sequences_of
+from skylite.types import EncodedPrompt
 from tests.unit.engine_cases import publish
 
 
@@ -345,9 +346,10 @@ class Scoring:
 
     async def unload_adapter(self, name: str) -> None: ...
 
-    async def score(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        self.asked.append((model, token_ids[0]))
-        return self.answer(model, token_ids[0])
+    async def score(self, model: str, prompt: EncodedPrompt) -> list[float]:
+        first = prompt.token_ids[0]
+        self.asked.append((model, first))
+        return self.answer(model, first)
 
 
 def take(pool: EnginePool, folder: Path, version: int, policy: dict[int, Row], base: Row) -> CanaryReading:

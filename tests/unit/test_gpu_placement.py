@@ -142,7 +142,10 @@ def test_memory_that_nvidia_smi_does_not_know_is_not_compared(machine: Machine) 
     assert place(config(), "cuda").engine_gpus == [0]
 
 
-def test_each_engine_sees_its_gpu_only() -> None:
+def test_each_engine_sees_its_gpu_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model", "config.json").write_text("{}")
     env = [
         VllmLauncher().environment(engine_spec(recorded(), ["q_proj"], i, Path("sockets"))) for i in range(2)
     ]

@@ -258,7 +258,7 @@ class Checkout:
         binaries.mkdir(parents=True)
         (folder / "constraints").mkdir()
         (folder / "pyproject.toml").touch()
-        for name in ("cpu", "torch", "cpu-hashes", "setup", "peers", "verifiers"):
+        for name in ("cpu", "torch", "cpu-hashes", "setup", "peers", "verifiers", "tinker"):
             (folder / "constraints" / f"{name}.txt").touch()
         note = f'#!/bin/sh\necho "$(basename "$0") $*" >> "{self.log}"\n'
         (binaries / "pip").write_text(note)

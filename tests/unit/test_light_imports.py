@@ -11,7 +11,7 @@ import importlib, pathlib, sys, skylite
 source = pathlib.Path(skylite.__file__).parent
 for path in sorted(source.rglob("*.py")):
     parts = path.relative_to(source).with_suffix("").parts
-    if parts[0] in ("trainer", "model", "algorithms") or "plugin" in parts:
+    if parts[0] in ("trainer", "model", "algorithms", "notebook") or "plugin" in parts:
         continue
     name = ".".join(("skylite", *parts)).removesuffix(".__init__")
     try:

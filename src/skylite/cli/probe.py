@@ -1,7 +1,7 @@
-"""Check whether a vLLM server applies an adapter: all of it, every kind of module, deep into a text.
+"""Check whether a vLLM server applies an adapter.
 
-For servers that other programs run. Loads the base and the adapter here in float32, and compares logprobs.
-Exits 1 unless the adapter is applied.
+To every kind of module, and deep into a text; for servers that other programs run. Loads base and adapter
+here in float32, and compares logprobs. Exits 1 unless the adapter is applied.
 """
 
 from __future__ import annotations
