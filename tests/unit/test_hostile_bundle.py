@@ -253,6 +253,32 @@ def test_models(bundle: Bundle) -> None:
     assert "\x1b" not in reply.output
 
 
+def test_sweep(bundle: Bundle) -> None:
+    words = ["sweep", "--model", "model", "--grid", "seed=0,1", "--out", "new", *SMALL]
+    for more in ([], ["--dry-run"]):
+        refused(
+            [*words, "--recipe", "gsm8k_cpu", "--data", "data", *more], "not named on this machine yourself"
+        )
+        refused([*words, "--recipe", "./evil.toml", *more], "not named on this machine yourself")
+    for kind in RUNS:
+        refused(["sweep", "--resume", f"run-{kind}"], "")
+
+
+def test_service_up_to_its_start(bundle: Bundle) -> None:
+    reply = call(["service", "--model", "model", "--out", "new", "--dry-run"])
+    assert reply.code in (0, 2), reply.output
+    assert "\x1b" not in reply.output
+    for kind in RUNS:
+        refused(["service", "--model", "model", "--out", f"run-{kind}", "--dry-run"], "")
+
+
+@pytest.mark.parametrize("target", [*(f"run-{kind}" for kind in RUNS), "adapter"])
+def test_probe(bundle: Bundle, target: str) -> None:
+    reply = call(["probe", "http://127.0.0.1:1", "--adapter", target, "--base", "model"])
+    assert reply.code in (1, 2), reply.output
+    assert "\x1b" not in reply.output
+
+
 @pytest.mark.parametrize(("episode", "data"), [("guess", "data"), ("reasoning-gym", "data-gym")])
 def test_env_check(bundle: Bundle, episode: str, data: str) -> None:
     words = ["env", "check", episode, "--data", data, "--episodes", "1", "--reply", "x"]
