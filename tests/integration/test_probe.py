@@ -115,4 +115,4 @@ def test_an_adapter_that_ends_in_the_middle_of_a_text_is_found(server: EngineSer
     assert scores.base_long is not None
     broken = replace(scores, long=np.concatenate([scores.long[:256], scores.base_long[256:]]))
     found = judge(AdaptedModel(server.model_path, adapter), short, long, broken)
-    assert found.verdict == f"not applied alike at every depth: tokens 257 to {DEPTH}"
+    assert found.verdict == f"not applied in tokens 257 to {DEPTH} of a long text"

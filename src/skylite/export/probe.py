@@ -274,7 +274,7 @@ def with_verdict(probe: Probe) -> Probe:
         names = ", ".join(f"{kind} {share.share:.2f}" for kind, share in wrong.items())
         verdict = f"applied in part: {names} (1 is right, 0 is left out)"
     elif deep:
-        verdict = f"not applied alike at every depth: tokens {', '.join(deep)}"
+        verdict = f"not applied in tokens {', '.join(deep)} of a long text"
     else:
         return replace(probe, verdict="applied", is_applied=True)
     return replace(probe, verdict=verdict)

@@ -165,7 +165,7 @@ async def run_session(
     If the trainer is lost, the run resumes from its last checkpoint (trainer.max_restarts). The engines
     restart too: they key their prefix cache by adapter name, and the same versions are written again.
 
-    A run of a sweep gets `processes`, a `screen` and a `stop` that nobody else has.
+    Only a run of a sweep gets `processes`, a `screen` and a `stop`.
     """
     adapters = plan.resolved.identity.lora_sync_path
     stop = stop or handle_signals(limit.stop if limit is not None else asyncio.Event())

@@ -1,4 +1,4 @@
-"""The front's side of the trainer's socket: one command at a time, whoever sends it."""
+"""The front's side of the trainer's socket. Commands of all clients go one at a time."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class MemberScreen(Screen):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The sweep's screen goes on."""
+        """Nothing to do: the sweep's screen stays open."""
 
 
 class SweepScreen:
