@@ -62,4 +62,7 @@ def test_the_verdict_names_the_worst_fault() -> None:
     assert verdict(kinds={"q_proj": half, "v_proj": half}).startswith("applied 0.50 times")
     assert verdict(kinds={"q_proj": none, "v_proj": none}).startswith("not applied: ")
     assert verdict(kinds={"q_proj": RIGHT, "v_proj": none}).startswith("applied in part: v_proj 0.01 ")
-    assert verdict(depths={"1 to 65": RIGHT, "65 to 257": none})== "not applied in tokens 65 to 257 of a long text"
+    assert (
+        verdict(depths={"1 to 65": RIGHT, "65 to 257": none})
+        == "not applied in tokens 65 to 257 of a long text"
+    )

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -34,6 +33,7 @@ from skylite.environments.parse_reply import parse_reply
 from skylite.environments.renderer import Renderer
 from skylite.environments.trajectory_log import AnsweredRequest, TrajectoryLog, told_since_reply
 from skylite.errors import SkyliteError
+from skylite.processes.http_server import serving
 from skylite.processes.own_peers import OwnPeersProtocol
 from skylite.types import Call, EncodedPrompt, End
 from skylite.untrusted_text import plain
@@ -79,28 +79,17 @@ class OpenAIServer:
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/models", self._models),
             ]
-            # No access log, no lifespan; the command handles signals itself.
-            options = uvicorn.Config(
-                Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _no_such_path}),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
+            app = Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _no_such_path})
+            self.base_url = f"http://127.0.0.1:{tcp.getsockname()[1]}/v1"
+            async with serving(
+                app,
+                [tcp, unix],
                 timeout_keep_alive=600,
                 http=OwnPeersProtocol,
-                ws="none",
                 h11_max_incomplete_event_size=HEADER_BYTES,
                 limit_concurrency=MAX_CONNECTIONS,
-            )
-            server = _Server(options)
-            self.base_url = f"http://127.0.0.1:{tcp.getsockname()[1]}/v1"
-            task = asyncio.ensure_future(server.serve(sockets=[tcp, unix]))
-            try:
-                while not server.started and not task.done():
-                    await asyncio.sleep(0.01)
+            ):
                 yield
-            finally:
-                server.should_exit = server.force_exit = True
-                await asyncio.gather(task, return_exceptions=True)
 
     async def _models(self, request: Request) -> Response:
         try:
@@ -250,13 +239,6 @@ async def _unless_disconnected(
     finally:
         task.cancel()
         gone.cancel()
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the command."""
-        yield
 
 
 @contextlib.contextmanager

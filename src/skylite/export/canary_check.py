@@ -93,7 +93,6 @@ def check_export(
         ))  # fmt: skip
     else:
         fault, is_verified = _compare(own, right, start, is_exact)
-    gaps = [abs(a - b) for a, b in zip(own, policy, strict=True)]
     if fault:
         raise RunFailed(
             f"The {what} compute other logprobs than they should ({by}): {fault}. Nothing was written.",
@@ -104,17 +103,27 @@ def check_export(
     return Check(
         what=what,
         by=by,
-        tokens=len(own),
-        gap_max=max(gaps),
-        gap_mean=sum(gaps) / len(gaps),
-        base_distance=sum(abs(p - b) for p, b in zip(policy, start, strict=True)) / len(own),
-        projection=None if math.isnan(kept) else kept,
+        **_measured(own, policy, start, kept),
         is_verified=is_verified,
         note=f"the rounded weights keep {100 * kept:.0f} % of the adapter's move; --dtype float32 keeps all"
         if lost
         else "",
         reference=reference,
     )
+
+
+def _measured(
+    own: Sequence[float], policy: Sequence[float], start: Sequence[float], kept: float
+) -> dict[str, Any]:
+    """The numbers of a Check. `kept`: its projection, NaN if it has none."""
+    gaps = [abs(a - b) for a, b in zip(own, policy, strict=True)]
+    return {
+        "tokens": len(own),
+        "gap_max": max(gaps),
+        "gap_mean": sum(gaps) / len(gaps),
+        "base_distance": sum(abs(p - b) for p, b in zip(policy, start, strict=True)) / len(own),
+        "projection": None if math.isnan(kept) else kept,
+    }
 
 
 def compare_bases(what: str, by: str, logprobs: Rows, base: Rows, canary: Canary) -> Check:
@@ -125,16 +134,11 @@ def compare_bases(what: str, by: str, logprobs: Rows, base: Rows, canary: Canary
     own, own_base, policy, start = map(flat, (logprobs, base, canary.policy_logprobs, canary.base_logprobs))
     moved = [s + o - b for s, o, b in zip(start, own, own_base, strict=True)]
     kept = _projection(moved, policy, start)
-    gaps = [abs(a - b) for a, b in zip(own, policy, strict=True)]
     between = sum(abs(b - s) for b, s in zip(own_base, start, strict=True)) / len(own)
     return Check(
         what=what,
         by=by,
-        tokens=len(own),
-        gap_max=max(gaps),
-        gap_mean=sum(gaps) / len(gaps),
-        base_distance=sum(abs(p - b) for p, b in zip(policy, start, strict=True)) / len(own),
-        projection=None if math.isnan(kept) else kept,
+        **_measured(own, policy, start, kept),
         is_verified=True,
         note="this is not the model that was trained: without the adapter its logprobs differ by "
         f"{between:.2g} nats on average from those of the quantised base",

@@ -9,14 +9,10 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import uvicorn
-from starlette.applications import Starlette
 
 from skylite.engine.canary import DEFAULT_TOLERANCE, verify_folder
 from skylite.engine.connections import HEADER_BYTES, UNIX
@@ -27,6 +23,7 @@ from skylite.engine.watchdog import RestartPolicy, Watchdog
 from skylite.errors import ConfigError
 from skylite.processes.child import ProcessSpec, Supervisor
 from skylite.processes.hardware import threads_per_rank
+from skylite.processes.http_server import serving
 from skylite.processes.private_folders import temporary_folder
 from skylite.processes.streams import private_file
 from skylite.processes.torchrun import torchrun_command, trainer_env
@@ -100,7 +97,8 @@ async def _work(
         front = _front(base, trainer, EnginePool(engines, _tolerance(base)), saved, limits)
         tidying = asyncio.ensure_future(front.tidy())
         stack.callback(tidying.cancel)
-        async with serving(make_app(front, keys), listener):
+        options = {"http": "h11", "h11_max_incomplete_event_size": HEADER_BYTES, "backlog": BACKLOG}
+        async with serving(make_app(front, keys), [listener], **options):
             logger.info(f"ready: {base.model} for Tinker's clients. Ctrl-C ends it.")
             await tidying
 
@@ -143,37 +141,6 @@ def _trainer(base: Base, socket_path: Path) -> ProcessSpec:
         log_path=run.log_path(TRAINER),
         own_network=not base.run_config.config.shared_network,
     )
-
-
-@asynccontextmanager
-async def serving(app: Starlette, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve the app on a listening socket while the block runs."""
-    options = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        http="h11",
-        ws="none",
-        h11_max_incomplete_event_size=HEADER_BYTES,
-        backlog=BACKLOG,
-    )
-    server = _Server(options)
-    task = asyncio.ensure_future(server.serve(sockets=[listener]))
-    try:
-        while not server.started and not task.done():
-            await asyncio.sleep(0.01)
-        yield
-    finally:
-        server.should_exit = server.force_exit = True
-        await asyncio.gather(task, return_exceptions=True)
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the command."""
-        yield
 
 
 @contextlib.contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from skylite.engine.canary_reading import verdict_of
@@ -33,19 +33,14 @@ EVERY_STEP = ("sampling", "training", "syncing")
 """Phases of every step: a plain terminal shows them with --verbose only."""
 
 
-class Screen:
-    """Owns the live display; a context manager. `history`: metrics of the steps before a resume."""
+class LiveDisplay:
+    """Shows something live on a terminal, and lines elsewhere; a context manager."""
 
-    def __init__(
-        self, num_steps: int, console: Console | None = None, history: Sequence[Mapping[str, Any]] = ()
-    ) -> None:
+    def __init__(self, render: Callable[[], RenderableType], console: Console | None = None) -> None:
         self.console = console or Console(stderr=True)
-        self.state = ScreenState(num_steps, name="GRPO + LoRA", history=tuple(history))
         self._is_live = self.console.is_interactive and shows_info()
         self._stack = ExitStack()
-        self._live = Live(
-            get_renderable=lambda: LivePanel(self.state), console=self.console, refresh_per_second=4
-        )
+        self._live = Live(get_renderable=render, console=self.console, refresh_per_second=4)
 
     def __enter__(self) -> Self:
         self._stack.enter_context(lines_on_screen(self._print, has_panel=self._is_live, show_work=self._work))
@@ -59,6 +54,23 @@ class Screen:
         if self._is_live:
             self._live.stop()
         self._stack.close()
+
+    def _work(self, text: str) -> None:
+        """Show what the command waits for, if there is a place for it."""
+
+    def _print(self, text: str) -> None:
+        """Print a line: above the panel on a live terminal."""
+        self.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+class Screen(LiveDisplay):
+    """The display of one run. `history`: metrics of the steps before a resume."""
+
+    def __init__(
+        self, num_steps: int, console: Console | None = None, history: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        self.state = ScreenState(num_steps, name="GRPO + LoRA", history=tuple(history))
+        super().__init__(lambda: LivePanel(self.state), console)
 
     def phase(self, name: str, detail: str) -> None:
         """Show the current phase, e.g. phase("sampling", "step 3 of 24").
@@ -84,10 +96,6 @@ class Screen:
 
     def _work(self, text: str) -> None:
         self.state.work = text
-
-    def _print(self, text: str) -> None:
-        """Print a line: above the panel on a live terminal."""
-        self.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def step_line(history: Sequence[Mapping[str, Any]], num_steps: int) -> str:

@@ -116,6 +116,17 @@ class RunLogHandler(logging.Handler):
 
 
 @contextmanager
+def _error_as_last_record(handler: RunLogHandler) -> Iterator[None]:
+    """Give the handler an error that leaves the block, with its traceback if it was not foreseen."""
+    try:
+        yield
+    except BaseException as error:
+        trace = None if isinstance(error, SkyliteError) else sys.exc_info()
+        handler.handle(_ROOT.makeRecord(_ROOT.name, logging.ERROR, __file__, 0, str(error), (), trace))
+        raise
+
+
+@contextmanager
 def member_log(name: str, path: Path) -> Iterator[None]:
     """Mark the records of this block, and of tasks and threads that it starts, and write them to `path`."""
     handler = RunLogHandler()
@@ -124,11 +135,8 @@ def member_log(name: str, path: Path) -> Iterator[None]:
     _ROOT.addHandler(handler)
     token = MEMBER.set(name)
     try:
-        yield
-    except BaseException as error:
-        trace = None if isinstance(error, SkyliteError) else sys.exc_info()
-        handler.handle(_ROOT.makeRecord(_ROOT.name, logging.ERROR, __file__, 0, str(error), (), trace))
-        raise
+        with _error_as_last_record(handler):
+            yield
     finally:
         MEMBER.reset(token)
         _ROOT.removeHandler(handler)
@@ -194,11 +202,8 @@ def run_log(path: Path) -> Iterator[None]:
     """
     _RUN_LOG.open(path)
     try:
-        yield
-    except BaseException as error:
-        trace = None if isinstance(error, SkyliteError) else sys.exc_info()
-        _RUN_LOG.handle(_ROOT.makeRecord(_ROOT.name, logging.ERROR, __file__, 0, str(error), (), trace))
-        raise
+        with _error_as_last_record(_RUN_LOG):
+            yield
     finally:
         _RUN_LOG.shut()
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from skylite.report.read_run import number
-from skylite.ui.dashboard import Screen
+from skylite.ui.dashboard import LiveDisplay, Screen
 from skylite.ui.live_panel import ScreenState
-from skylite.ui.logs import lines_on_screen, shows_info
 
 
 class MemberScreen(Screen):
@@ -34,32 +31,11 @@ class MemberScreen(Screen):
         """Nothing to do: the sweep's screen stays open."""
 
 
-class SweepScreen:
-    """Owns the live table; a context manager."""
+class SweepScreen(LiveDisplay):
+    """The live table of all policies."""
 
     def __init__(self, states: Mapping[str, ScreenState], console: Console | None = None) -> None:
-        self.console = console or Console(stderr=True)
-        self._is_live = self.console.is_interactive and shows_info()
-        self._stack = ExitStack()
-        self._live = Live(
-            get_renderable=lambda: policies_table(states), console=self.console, refresh_per_second=4
-        )
-
-    def __enter__(self) -> Self:
-        self._stack.enter_context(lines_on_screen(self._print, has_panel=self._is_live))
-        if self._is_live:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._is_live:
-            self._live.stop()
-        self._stack.close()
-
-    def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        super().__init__(lambda: policies_table(states), console)
 
 
 def policies_table(states: Mapping[str, ScreenState]) -> Table:
