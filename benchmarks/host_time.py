@@ -15,6 +15,8 @@ import sys
 import time
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,6 +163,13 @@ def counting() -> Any:
     return Counting()
 
 
+@cache
+def counted_folders() -> list[Path]:
+    """Of the packages whose lines count. Not by their names: a checkout may be called skylite, too."""
+    specs = map(find_spec, ("skylite", "transformers", "peft", "torch.optim"))
+    return [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None]
+
+
 def calling_line() -> str:
     """The innermost line of skylite, transformers or an optimizer; for autograd's own operations its node."""
     import torch
@@ -168,7 +177,7 @@ def calling_line() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if any(part in path.parts for part in ("skylite", "transformers", "peft", "optim")):
+        if any(folder in path.parents for folder in counted_folders()):
             break
         frame = frame.f_back
     else:
