@@ -148,6 +148,23 @@ def test_the_base_is_there_once_and_a_removed_policy_leaves_nothing(narrow: Path
     assert all(torch.equal(value, parameters[key]) for key, value in results(again).items())
 
 
+def test_the_policy_that_computed_last_goes_on_when_another_leaves(narrow: Path, dist: Dist) -> None:
+    wanted = configs()["all"]
+    shared = load_shared_base(resolved(narrow, narrow), wanted, PROBE, dist)
+    shared.add_policy("leaves", configs()["few"])
+    stays = shared.add_policy("stays", wanted)
+    train(stays, 1)
+    shared.remove_policy("leaves")
+    train(stays, 2)
+    parameters, _ = alone(narrow, wanted, dist, "float32")
+    assert all(torch.equal(value, parameters[key]) for key, value in results(stays).items())
+    shared.remove_policy("stays")
+    comes = shared.add_policy("comes", wanted)  # under PEFT's name of one that left
+    for step in (1, 2):
+        train(comes, step)
+    assert all(torch.equal(value, parameters[key]) for key, value in results(comes).items())
+
+
 def test_files_of_a_policy_fit_a_lone_run(narrow: Path, tmp_path: Path, dist: Dist) -> None:
     """Checkpoints and adapters do not tell where the policy was trained; a warm start gives its bits."""
     config = configs()["few"]

@@ -352,7 +352,8 @@ def is_lora_param(parameter: str) -> bool:
 
 def activate(policy: Policy) -> None:
     """Let the policy's adapter compute, and no other. PEFT freezes the others, also in a pending backward."""
-    if policy.model.active_adapter != policy.adapter:
+    # Not active_adapter, where PEFT keeps an adapter's name after `remove_policy` has made none active.
+    if policy.model.active_adapters != [policy.adapter]:
         policy.model.set_adapter(policy.adapter)
 
 
