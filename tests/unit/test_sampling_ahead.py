@@ -34,7 +34,8 @@ def test_the_next_step_is_sampled_during_training(tmp_path: Path, sample_s: floa
     metrics = read_metrics(run.metrics_path)
     assert [m["staleness/max"] for m in metrics] == [0, 1, 1, 1, 1]
     assert [m["staleness/mean"] for m in metrics] == [0, 1, 1, 1, 1]
-    assert all(0 < m["time/overlap_s"] < m["time/step_s"] for m in metrics[1:])
+    assert all(0 <= m["time/overlap_s"] <= m["time/rollout_s"] for m in metrics)
+    assert sum(m["time/overlap_s"] for m in metrics) > 0
     assert engine.names == ["policy-v000005"]
 
 
