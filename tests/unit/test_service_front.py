@@ -1,4 +1,4 @@
-"""The service's front: order, keys, sessions, saved things, and 600 malformed requests."""
+"""The service's front: order, turns, keys, sessions, saved things, and 1,000 malformed requests."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from urllib.parse import quote
 
+import httpx
 import numpy as np
 import pytest
 
 from skylite.errors import ConfigError, WriteFailed
+from skylite.processes.frames import encode_frame, read_frame
 from skylite.run.run_dir import RunDir
 from skylite.service import front as front_module
 from skylite.service import futures
 from skylite.service import saved as saved_module
+from skylite.service.app import ROUTES
 from skylite.service.run import read_keys
+from skylite.service.trainer_link import TrainerLink, trainer_at
 from skylite.service.wire import _CLASSES
 from tests.unit.service_cases import ANN, BOB, MODEL, Service, forward_backward, service
 
@@ -55,6 +62,50 @@ def test_requests_of_a_policy_are_carried_out_in_the_order_of_their_numbers(tmp_
         again = await s.post("optim_step", adam)  # as a client does that has lost the reply
         assert again.json() == last.json()
         assert len(s.trainer.commands) == 4
+
+    run(tmp_path, check)
+
+
+@asynccontextmanager
+async def rank_0(folder: Path, *, opened: asyncio.Event) -> AsyncIterator[tuple[TrainerLink, list[str]]]:
+    """A link whose other end answers once `opened`, and the policies of the commands in their order."""
+    order: list[str] = []
+
+    async def work(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            command = await read_frame(reader)
+            order.append(command["policy"])
+            await opened.wait()
+            writer.write(encode_frame({"done": 1.5}))
+
+    async with trainer_at(folder / "trainer.sock") as linked:
+        reader, writer = await asyncio.open_unix_connection(folder / "trainer.sock")
+        writer.write(encode_frame({"ready": True, "choices": []}))
+        working = asyncio.create_task(work(reader, writer))
+        yield await linked, order
+        working.cancel()
+        writer.close()
+
+
+def test_a_client_with_a_long_queue_does_not_starve_another(tmp_path: Path):
+    async def check(s: Service) -> None:
+        opened = asyncio.Event()
+        async with rank_0(tmp_path, opened=opened) as (link, order):
+            busy, quick = await s.policy(await s.session()), await s.policy(await s.session(BOB), key=BOB)
+            s.front.trainer = link
+
+            async def update(name: str, number: int, key: str) -> httpx.Response:
+                body = {"model_id": name, "seq_id": number, "adam_params": {}}
+                return await s.post("optim_step", body, key)
+
+            for number in range(1, 101):
+                await update(busy, number, ANN)
+            replies = [await update(quick, number, BOB) for number in (1, 2, 3)]
+            opened.set()
+            for reply in replies:
+                await s.answer(reply, BOB)
+            assert order[:6] == [busy, quick, busy, quick, busy, quick]
+            s.front.trainer = cast(Any, s.trainer)
 
     run(tmp_path, check)
 
@@ -354,71 +405,88 @@ def damaged(rng: random.Random, body: Any) -> bytes:
         while isinstance(at, dict | list) and at:
             key = rng.choice(sorted(at)) if isinstance(at, dict) else rng.randrange(len(at))
             if rng.random() < 0.5 or not isinstance(at[key], dict | list):
-                at[key] = rng.choice(odd)
+                at[key] = deepcopy(rng.choice(odd))
                 break
             at = at[key]
         if isinstance(tree, dict) and rng.random() < 0.2:
-            tree[rng.choice(["extra", *tree])] = rng.choice(odd)
+            tree[rng.choice(["extra", *tree])] = deepcopy(rng.choice(odd))
             tree.pop(rng.choice(sorted(tree)))
     text = json.dumps(tree).encode()
     return text if rng.random() < 0.9 else text[: rng.randrange(len(text))]
 
 
-def test_malformed_requests_are_answered_in_the_apis_form_and_disturb_nobody(tmp_path: Path):
+def bodies_of(session: str, name: str, sampler: str, path: str) -> dict[str, Any]:
+    """A good body for each route that takes one."""
+    turn, session_of = {"model_id": name, "seq_id": 1}, {"session_id": session}
+    client = {"sdk_version": "0.38.0"}
+    sample = {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+        "sampling_params": {"stop": ["a"], "top_k": 3},
+    }
+    lora = {"rank": 4, "seed": 1}
+    return {
+        "client/config": client,
+        "client/dynamic_config": client,
+        "telemetry": {"events": [{"event": "x"}]},
+        "create_session": {"tags": ["a"], **client, "user_metadata": {"a": "b"}},
+        "session_heartbeat": session_of,
+        "sessions/{session}/finish": {"reason": {"type": "success"}},
+        "create_model": {**session_of, "model_seq_id": 1, "base_model": MODEL, "lora_config": lora},
+        "get_info": {"model_id": name},
+        "forward_backward": forward_backward(name, 1),
+        "optim_step": {**turn, "adam_params": {"learning_rate": 0.1, "beta1": 0.9}},
+        "save_weights": {**turn, "path": "a", "ttl_seconds": 3600},
+        "save_weights_for_sampler": {**turn, "path": "a"},
+        "save_weights_external": {**turn, "path": "a"},
+        "load_weights": {**turn, "path": path, "optimizer": True},
+        "create_sampling_session": {**session_of, "sampling_session_seq_id": 0, "base_model": MODEL},
+        "join_sampling_session": {"sampling_session_id": sampler},
+        "asample": sample,
+        "retrieve_future": {"request_id": "x"},
+        "cancel_future": {"request_id": "x"},
+        "weights_info": {"tinker_path": path},
+        "training_runs/{model}/checkpoints/{kind}/{name}/ttl": {"ttl_seconds": 3600},
+    }
+
+
+EVERYBODYS = {
+    "client/config", "client/dynamic_config", "telemetry", "create_session", "get_server_capabilities",
+    "sessions", "training_runs", "checkpoints",
+}  # fmt: skip
+"""Routes that name nothing of a user, so that each key may use them."""
+ODD_PARTS = ("x", "../x", "a:train:0", "weights", "\u00e4\u200b", "%00", "y" * 5000, "-1")
+
+
+def test_a_thousand_malformed_requests_are_answered_in_the_apis_form_and_disturb_nobody(tmp_path: Path):
     async def check(s: Service) -> None:
         rng = random.Random(39)
         session, other = await s.session(), await s.session(BOB)
         name, others = await s.policy(session), await s.policy(other, key=BOB)
-        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
-        bodies: list[tuple[str, Any]] = [
-            ("create_session", {"tags": ["a"], "sdk_version": "0.38.0", "user_metadata": {"a": "b"}}),
-            (
-                "create_model",
-                {
-                    "session_id": session,
-                    "model_seq_id": 1,
-                    "base_model": MODEL,
-                    "lora_config": {"rank": 4, "seed": 1},
-                },
-            ),
-            ("get_info", {"model_id": name}),
-            ("forward_backward", forward_backward(name, 1)),
-            (
-                "optim_step",
-                {"model_id": name, "seq_id": 1, "adam_params": {"learning_rate": 0.1, "beta1": 0.9}},
-            ),
-            ("save_weights", {"model_id": name, "seq_id": 1, "path": "a", "ttl_seconds": 3600}),
-            ("save_weights_for_sampler", {"model_id": name, "seq_id": 1, "path": "a"}),
-            (
-                "load_weights",
-                {"model_id": name, "seq_id": 1, "path": "tinker://x/weights/a", "optimizer": True},
-            ),
-            (
-                "create_sampling_session",
-                {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL},
-            ),
-            (
-                "asample",
-                {
-                    "sampling_session_id": "x",
-                    "seq_id": 0,
-                    "prompt": prompt,
-                    "sampling_params": {"stop": ["a"], "top_k": 3},
-                },
-            ),
-            ("retrieve_future", {"request_id": "x"}),
-            ("weights_info", {"tinker_path": "tinker://x/weights/a"}),
-            ("session_heartbeat", {"session_id": session}),
-        ]
-        seen: set[int] = set()
-        for index in range(600):
-            where, body = bodies[index % len(bodies)]
-            reply = await s.post(where, damaged(rng, body))
-            seen.add(reply.status_code)
-            assert reply.status_code in (200, 400, 404, 410, 429), (where, reply.status_code, reply.text)
-            assert isinstance(reply.json(), dict)
-            assert reply.status_code == 200 or reply.json().keys() == {"detail"}
-        assert {200, 400, 404} <= seen
+        body = {"session_id": session, "sampling_session_seq_id": 9, "base_model": MODEL}
+        sampler = (await s.post("create_sampling_session", body)).json()["sampling_session_id"]
+        bodies = bodies_of(session, name, sampler, f"tinker://{name}/weights/a")
+        seen: dict[str, set[int]] = {ANN: set(), BOB: set(), "tml-wrong": set()}
+        for index in range(1000):
+            method, route, _ = ROUTES[index % len(ROUTES)]
+            ending = await s.session() if route.endswith("finish") else session
+            parts = {"session": ending, "sampler": sampler, "model": name, "kind": "weights", "name": "a"}
+            odd = rng.choice([*parts, "nothing"])
+            path = route.format(**parts | {odd: quote(rng.choice(ODD_PARTS), safe="")})
+            key = rng.choice([ANN] * 8 + [BOB, "tml-wrong"])
+            content = damaged(rng, bodies[route]) if method in ("POST", "PUT") else None
+            headers = {"X-API-Key": key}
+            reply = await s.http.request(method, f"/api/v1/{path}", content=content, headers=headers)
+            seen[key].add(reply.status_code)
+            good = set() if key == BOB and route not in EVERYBODYS else {200, 204}
+            allowed = {401, 404} if key == "tml-wrong" else {400, 404, 410, 429} | good
+            assert reply.status_code in allowed, (method, path, key, reply.status_code, reply.text)
+            if reply.status_code != 204:
+                assert isinstance(reply.json(), dict)
+                assert reply.status_code == 200 or reply.json().keys() == {"detail"}
+        assert {200, 204, 400, 404} <= seen[ANN]
+        assert {200, 400, 404} <= seen[BOB]
         await asyncio.sleep(0.05)
         assert all(c["policy"] != others for c in s.trainer.commands[2:])
         adam = {"model_id": others, "seq_id": 1, "adam_params": {}}

@@ -14,9 +14,11 @@ import torch
 
 from skylite.config.loading import read_run_config
 from skylite.errors import ConfigError
+from skylite.model.policy import score
 from skylite.model.process_group import Dist
 from skylite.processes.frames import decode_frame, encode_frame, receive_frame, send_frame
 from skylite.run.run_dir import AdapterVersion, adapter_name
+from skylite.trainer import verbs
 from skylite.trainer.policies import Policies, load_policies
 from skylite.trainer.service_worker import carried_out
 from skylite.verbs import Datum
@@ -198,12 +200,85 @@ def test_an_adapter_is_published_with_its_own_rank(policies: Policies):
 
 
 def test_commands_are_refused_in_a_sentence(policies: Policies):
-    refused = carried_out(policies.verbs(), {"verb": "optim_step", "policy": "nobody", "params": {}})
+    refused = carried_out(policies, {"verb": "optim_step", "policy": "nobody", "params": {}})
     assert "no policy 'nobody'" in refused["refused"]
-    assert "done" in carried_out(policies.verbs(), {"verb": "add", "policy": "a", "lora": {}, "seed": 1})
-    twice = carried_out(policies.verbs(), {"verb": "add", "policy": "a", "lora": {}, "seed": 1})
+    assert "done" in carried_out(policies, {"verb": "add", "policy": "a", "lora": {}, "seed": 1})
+    twice = carried_out(policies, {"verb": "add", "policy": "a", "lora": {}, "seed": 1})
     assert "already" in twice["refused"]
-    assert carried_out(policies.verbs(), {"verb": "remove", "policy": "a"}) == {"done": None}
+    assert carried_out(policies, {"verb": "remove", "policy": "a"}) == {"done": None}
+
+
+@pytest.fixture
+def no_memory() -> Exception:
+    """What torch's allocator raises here."""
+    with pytest.raises(RuntimeError, match="can't allocate memory") as failed:
+        torch.empty(1 << 52)
+    return failed.value
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_out_of_memory_drops_the_request_alone(
+    policies: Policies, monkeypatch: pytest.MonkeyPatch, no_memory: Exception, gpu: bool
+):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.") if gpu else no_memory
+    data = {"data": [d.to_message() for d in data_of("cross_entropy")], "loss": "cross_entropy"}
+    verb = {"verb": "forward_backward", **data, "settings": {}, "backward": True}
+    update = {"verb": "optim_step", "params": {"learning_rate": 0.01}}
+
+    def bits(name: str) -> list[Any]:
+        scored = carried_out(policies, {**verb, "policy": name})["done"]
+        norm = carried_out(policies, {**update, "policy": name})["done"]
+        weights = [p.detach().clone() for p in policies.base.trainers[name].policy.lora.values()]
+        return [scored["loss"], norm, torch.cat([w.flatten() for w in weights]).tolist()]
+
+    for name in ("alone", "unlucky", "other"):
+        add(policies, name)
+    expected = bits("alone")
+    gradient = policies.base.trainers["unlucky"].optimizer.grads
+    passes = iter([False, True])  # the first pass of the request has added its gradient
+
+    def failing(*words: Any, **options: Any) -> Any:
+        if next(passes):
+            assert gradient.any()
+            raise error
+        return score(*words, **options)
+
+    with monkeypatch.context() as faulty:
+        faulty.setattr(verbs, "score", failing)
+        reply = carried_out(policies, {**verb, "policy": "unlucky"})
+    assert "The trainer ran out of memory on this request" in reply["refused"]
+    assert not gradient.any()
+    assert bits("other") == expected
+    assert bits("unlucky") == expected
+    for name in ("alone", "unlucky", "other"):
+        policies.remove(name)
+
+
+def test_a_policy_that_does_not_fit_leaves_nothing(
+    policies: Policies, monkeypatch: pytest.MonkeyPatch, no_memory: Exception
+):
+    def failing(*_: Any) -> None:
+        raise no_memory
+
+    adding = {"verb": "add", "lora": {}, "seed": 1}
+    for place in ("policy.fuse_lora_layers", "policy.move_adapters"):
+        with monkeypatch.context() as faulty:
+            faulty.setattr(f"skylite.model.{place}", failing)
+            reply = carried_out(policies, {**adding, "policy": place})
+        assert "ran out of memory" in reply["refused"]
+        assert policies.base.trainers == policies.base.base.model.peft_config == {}
+    assert carried_out(policies, {**adding, "policy": "fits"}) == {"done": None}
+    assert len(policies.base.base.model.peft_config) == 1
+    policies.remove("fits")
+
+
+def test_another_error_ends_the_trainer(policies: Policies, monkeypatch: pytest.MonkeyPatch):
+    def failing(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Policies, "remove", failing)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        carried_out(policies, {"verb": "remove", "policy": "a"})
 
 
 def test_frames_carry_arrays_and_nothing_that_runs():

@@ -188,8 +188,8 @@ def fuse_lora_layers(model: nn.Module, adapter: str = "default") -> None:
 
 
 def unfuse_lora_layers(model: nn.Module, adapter: str) -> None:
-    """Forget the adapter before PEFT deletes it."""
-    for group in _FUSED[model].pop(adapter):
+    """Forget the adapter before PEFT deletes it; it may have failed before it was fused."""
+    for group in _FUSED[model].pop(adapter, ()):
         group.unfuse()
 
 

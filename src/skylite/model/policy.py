@@ -152,8 +152,12 @@ def add_policy(policy: Policy, config: TrainConfig, warm_start: Path | None, dis
             )
     numbers = [int(name.partition("_")[2] or 0) for name in model.peft_config]
     added = replace(policy, number=max(numbers, default=-1) + 1, role=POLICY)
-    _add_adapters(model, config, added.number, policy.dtype)
-    added = _with_parameters(added, config, warm_start, dist)
+    try:
+        _add_adapters(model, config, added.number, policy.dtype)
+        added = _with_parameters(added, config, warm_start, dist)
+    except Exception:  # such as out of memory, or an adapter that does not fit
+        remove_policy(added)
+        raise
     base = model.get_base_model()
     head, modules = _unwrapped_head(base), original_modules(base)
     is_adapted = any(modules[name] is head for name in adapted_modules(base, config.lora))

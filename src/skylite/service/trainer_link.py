@@ -15,7 +15,10 @@ from skylite.service.errors import Rejected
 
 @dataclass(slots=True)
 class TrainerLink:
-    """Commands to rank 0. They wait for each other in the order in which they came."""
+    """Commands to rank 0. They wait for each other in the order in which they came.
+
+    A policy sends its next command after the answer to its last one, so turns go round the policies.
+    """
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter

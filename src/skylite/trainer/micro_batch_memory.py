@@ -182,12 +182,17 @@ def halve_micro_batches(run: RunDir, run_config: RunConfig, step: int, reason: s
     setting = record.get("setting", tokens)
     note = f"step {step} ran out of memory with {tokens} tokens per micro-batch: {reason}"
     write_json(run.micro_batch_path, {"tokens": half, "reason": note, "setting": setting})
+    free_memory()
+    return with_micro_batch_tokens(run_config, half)
+
+
+def free_memory() -> None:
+    """Give back what a failed attempt, or a policy that has left, held. Call it where no frame holds it."""
     forget_outputs()
     gc.collect()
     release_cached_memory()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
-    return with_micro_batch_tokens(run_config, half)
 
 
 def lost_to_memory(run_config: RunConfig, step: int, reason: str) -> OutOfMemory:

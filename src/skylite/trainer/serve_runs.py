@@ -6,7 +6,6 @@ file or stop request. Produces: for each run what its own trainer would. Unblock
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
@@ -19,14 +18,13 @@ from typing import Any, Literal
 
 from skylite.config.loading import read_run_config
 from skylite.errors import SkyliteError, TrainingDiverged, WriteFailed
-from skylite.model.lora_linear import forget_outputs
 from skylite.model.process_group import Dist
 from skylite.run.rollout_file import read_examples
 from skylite.run.run_dir import RunDir
 from skylite.run.sweep_dir import SweepDir
 from skylite.trainer.canary import wait_for_canary
 from skylite.trainer.loop import Training, begin_training, end_training, take_step
-from skylite.trainer.micro_batch_memory import release_cached_memory
+from skylite.trainer.micro_batch_memory import free_memory
 from skylite.trainer.shared_base import SharedBase, load_shared_base
 from skylite.types import TrainingExample
 
@@ -143,9 +141,7 @@ def _forget(served: Served, name: str) -> None:
     served.runs.pop(name, None)
     if served.base is not None and name in served.base.trainers:
         served.base.remove_policy(name)
-    forget_outputs()
-    gc.collect()
-    release_cached_memory()
+    free_memory()
 
 
 def _drop(served: Served, name: str) -> None:

@@ -17,15 +17,17 @@ if __name__ == "__main__":
 import select
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from skylite.config.loading import read_run_config
 from skylite.errors import SkyliteError
 from skylite.processes.frames import receive_frame, send_frame
 from skylite.run.run_dir import RunDir
 from skylite.trainer.worker import exit_now, exit_with_traceback
+
+if TYPE_CHECKING:
+    from skylite.trainer.policies import Policies
 
 IDLE_S = 20.0
 """Without a command, rank 0 gives the others a sign of life this often."""
@@ -60,21 +62,35 @@ def serve(run: RunDir, path: str) -> None:
             front.connect(path)
             send_frame(front, {"ready": True, "choices": policies.base.choices})
         while (command := dist.wait_for(lambda: _next(front))) != END:
-            reply = carried_out(policies.verbs(), command)
+            reply = carried_out(policies, command)
             if dist.is_main:
                 send_frame(front, reply)
 
 
-def carried_out(verbs: dict[str, Callable[..., Any]], command: dict[str, Any]) -> dict[str, Any]:
+def carried_out(policies: Policies, command: dict[str, Any]) -> dict[str, Any]:
     """The reply to a command. All ranks refuse the same ones, so they stay in step.
 
-    Any other error than a refusal ends the trainer.
+    On one rank it also survives running out of memory: of several, the others wait for this one in a
+    collective. Any other error than these ends the trainer.
     """
+    from skylite.trainer.micro_batch_memory import first_line, free_memory, is_out_of_memory
+
     verb = command.pop("verb")
     try:
-        return {"done": verbs[verb](**command)}
+        return {"done": policies.verbs()[verb](**command)}
     except SkyliteError as error:
         return {"refused": str(error)}
+    except Exception as error:
+        if policies.base.dist.dp_size > 1 or not is_out_of_memory(error):
+            raise
+        reason = first_line(error)
+    # Outside the handler, because the error holds the frames, and so the tensors, of the attempt.
+    free_memory()
+    # Not with smaller micro-batches: other requests of this client would get other bits than alone.
+    return {
+        "refused": f"The trainer ran out of memory on this request ({reason}), and dropped it. Send shorter "
+        "or fewer sequences, or start the service with a smaller trainer.tokens_per_micro_batch."
+    }
 
 
 def _next(front: socket.socket) -> dict[str, Any] | None:

@@ -39,7 +39,11 @@ class SharedBase:
         if name in self.trainers:
             raise ConfigError(f"The base already has a policy {name!r}.", "Choose another name.")
         policy = add_policy(self.base, config, warm_start, self.dist)
-        self.trainers[name] = make_trainer(policy, config, self.dist)
+        try:
+            self.trainers[name] = make_trainer(policy, config, self.dist)
+        except Exception:  # such as out of memory
+            remove_policy(policy)
+            raise
         return self.trainers[name]
 
     def remove_policy(self, name: str) -> None:

@@ -35,8 +35,26 @@ def forward_backward(
 ) -> Scored:
     """Logprobs of the targets and the loss; with `backward`, its gradient is added to the policy's.
 
-    Up to rounding, the result does not depend on the number of ranks or micro-batches.
+    Up to rounding, the result does not depend on the number of ranks or micro-batches. A call that fails,
+    such as out of memory, leaves the gradient as it was.
     """
+    before = trainer.optimizer.grads.clone() if backward else None
+    try:
+        return _forward_backward(trainer, data, loss, settings, backward=backward)
+    except Exception:
+        if before is not None:
+            trainer.optimizer.grads.copy_(before)
+        raise
+
+
+def _forward_backward(
+    trainer: Trainer,
+    data: Sequence[Datum],
+    loss: str,
+    settings: Mapping[str, float],
+    *,
+    backward: bool,
+) -> Scored:
     policy, dist = trainer.policy, trainer.dist
     budget = trainer.config.trainer.tokens_per_micro_batch
     assert budget != "auto", "trainer/shared_base.py replaces it"
