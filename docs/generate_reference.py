@@ -157,13 +157,19 @@ def help_text(command: list[str]) -> str:
 
 def config_page() -> str:
     """A table for each section of the settings."""
-    plain = {n: f for n, f in TrainConfig.model_fields.items() if section_of(f) is None}
-    sections = {n: section_of(f) for n, f in TrainConfig.model_fields.items()}
-    parts = [MADE_BY, "", CONFIG_HEAD, "## Top level\n", *table("", plain), ""]
-    for name, section in sections.items():
-        if section is not None:
-            parts += [f"## {name}\n", *about(section), *table(f"{name}.", section.model_fields), ""]
+    parts = [MADE_BY, "", CONFIG_HEAD, "## Top level\n", *section_parts("", TrainConfig)]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def section_parts(prefix: str, section: type[BaseModel]) -> list[str]:
+    """The table of a section, then those of the sections in it, each with a heading."""
+    inner = {name: part for name, field in section.model_fields.items() if (part := section_of(field))}
+    plain = {name: field for name, field in section.model_fields.items() if name not in inner}
+    parts = [*table(prefix, plain), ""]
+    for name, part in inner.items():
+        dotted = f"{prefix}{name}"
+        parts += [f"## {dotted}\n", *about(part), *section_parts(f"{dotted}.", part)]
+    return parts
 
 
 def metrics_page() -> str:

@@ -9,6 +9,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, field
 
 from skylite.config.base_section import MORE, UPDATE, WHAT, Flag, Section
 from skylite.config.check_regex import check_regex
+from skylite.config.judge import JUDGE, JudgeConfig
 
 TemplateValue = StrictBool | StrictInt | StrictFloat | StrictStr
 TEMPLATE_INPUTS = (
@@ -124,7 +125,7 @@ class RewardConfig(RewardParameters):
     """Scoring completions."""
 
     functions: Annotated[list[str], Flag("--reward", WHAT, default="the data's")] = []
-    """gsm8k, math, countdown, exact_match, regex, format, length, reasoning-gym, or your own as
+    """gsm8k, math, countdown, exact_match, regex, format, length, reasoning-gym, judge, or your own as
     FILE.py:function. The reward is their weighted sum. The first one decides what counts as right. Empty: the
     reward chosen at `skylite prepare`, with the settings given there."""
     weights: list[float] = []
@@ -136,7 +137,32 @@ class RewardConfig(RewardParameters):
     """Processes that compute rewards. Raise it if the reward is slow."""
     timeout_s: float = Field(600.0, gt=0)
     """Seconds to score the group of a prompt, waiting for a free worker included. A reward that takes longer
-    ends the run."""
+    ends the run. The judge has limits of its own."""
+    judge: JudgeConfig = JudgeConfig()
+
+    @property
+    def code(self) -> RewardConfig:
+        """The settings of the functions that are code: without the judge."""
+        if JUDGE not in self.functions:
+            return self
+        place = self.functions.index(JUDGE)
+        functions = [*self.functions[:place], *self.functions[place + 1 :]]
+        weights = [*self.weights[:place], *self.weights[place + 1 :]]
+        return self.model_copy(update={"functions": functions, "weights": weights})
+
+    @model_validator(mode="after")
+    def check_judge(self) -> Self:
+        if JUDGE in self.functions[1:-1]:
+            raise ValueError(
+                "reward.functions has the judge between others; name it last, or first, where it decides "
+                "what is right."
+            )
+        if JUDGE in self.functions and not self.judge.url:
+            raise ValueError(
+                "reward.functions names the judge, and reward.judge.url does not say where it is; give an "
+                "OpenAI-compatible URL, or base for the run's own base."
+            )
+        return self
 
     @model_validator(mode="after")
     def check_weights(self) -> Self:

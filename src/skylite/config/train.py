@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from skylite.config.algorithm import SOURCES, AlgorithmConfig, CriticConfig, ImportanceConfig
 from skylite.config.base_section import LENGTH, MORE, SAFETY, UPDATE, WHAT, Flag, Section
 from skylite.config.engine import EngineConfig
+from skylite.config.judge import BASE, JUDGE
 from skylite.config.lora import LoraConfig
 from skylite.config.resolved import Resolved
 from skylite.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig, weight_of
@@ -284,6 +285,43 @@ class TrainConfig(Section):
     def check_env(self) -> Self:
         self.env.check_fits(self.rollout.max_prompt_tokens, self.algorithm.overlong_buffer_frac)
         return self
+
+    @model_validator(mode="after")
+    def check_judge(self) -> Self:
+        judge = self.reward.judge
+        if not judge.url:
+            return self
+        if self.source.name == "offline":
+            raise ValueError(
+                f"algorithm.name={self.algorithm.name} has no rewards, so nothing asks the judge; leave out "
+                "reward.judge.url."
+            )
+        if not self.env.episode and JUDGE not in self.reward.functions:
+            raise ValueError(
+                f"reward.judge.url={judge.url} is set, and reward.functions={self.reward.functions} does not "
+                'name the judge; name all that count, such as ["gsm8k", "judge"].'
+            )
+        if judge.compare != "score" and self.rollout.group_size < 2:
+            raise ValueError(
+                f"reward.judge.compare={judge.compare} compares the completions of a prompt, and "
+                "rollout.group_size=1 gives one; use reward.judge.compare=score."
+            )
+        return self
+
+    @property
+    def has_judge(self) -> bool:
+        """Whether a model scores, too. Of an evaluation, reward.functions has only the first."""
+        return bool(self.reward.judge.url) and bool(self.env.episode or JUDGE in self.reward.functions)
+
+    @property
+    def engine_sequence_tokens(self) -> int:
+        """Longest sequence of a request to an engine: of a call, or of a question to the base as a judge."""
+        judge, longest = self.reward.judge, self.max_sequence_tokens
+        if not self.has_judge or judge.url != BASE:
+            return longest
+        completion = longest if self.env.episode else self.rollout.max_completion_tokens
+        asked = judge.question_tokens(self.rollout.max_prompt_tokens, completion, self.rollout.group_size)
+        return max(longest, asked)
 
     @property
     def source(self) -> SourceFacts:

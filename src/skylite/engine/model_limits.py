@@ -133,15 +133,16 @@ def check_context(config: TrainConfig, model_path: Path) -> None:
 
     Where a factor scales positions (RoPE scaling), the engine decides.
     """
-    sections, needed = _sections(model_path), config.max_sequence_tokens
+    sections, needed = _sections(model_path), config.engine_sequence_tokens
     longest = _length(sections)
     if longest is None or needed <= longest:
         return
     if any(factor for section in sections for factor in _factors(section)):
         return
+    asked = "A question to the judge (reward.judge) counts; " if needed > config.max_sequence_tokens else ""
     raise ConfigError(
         f"{config.source.limits} {needed:,} tokens, and {model_path.name} was made for {longest:,}.",
-        "Lower the limit.",
+        f"{asked}lower the limit." if asked else "Lower the limit.",
     )
 
 

@@ -27,15 +27,16 @@ from skylite.environments.episode_pool import (
     EpisodeTooLong,
     running_episodes,
 )
+from skylite.environments.judge import Judge
 from skylite.environments.openai_server import OpenAIServer
 from skylite.environments.parse_reply import tool_format
 from skylite.environments.renderer import Renderer
 from skylite.environments.source import (
-    EVAL_STEP,
     GroupRequest,
     OnGroup,
     Sampler,
     gather_or_cancel,
+    named_step,
     request_seed,
 )
 from skylite.environments.trajectory_log import TrajectoryLog
@@ -60,6 +61,7 @@ class Episodes:
     config: TrainConfig
     server: OpenAIServer
     pool: EpisodePool
+    judge: Judge | None = None
     _slots: asyncio.Semaphore = field(init=False)
     _noted: set[str] = field(default_factory=set)
 
@@ -81,8 +83,9 @@ class Episodes:
         groups = [group for group in await gather_or_cancel(tasks) if group is not None]
         if not groups and request.first_index == 0:
             raise RunFailed(
-                f"{_named(request.step).capitalize()} has no trajectories: an episode of each of its "
-                f"{len(prompts)} groups failed, and env.on_error=drop left them out.",
+                f"{named_step(request.step).capitalize()} has no trajectories: an episode of each of its "
+                f"{len(prompts)} groups failed, or the judge gave no points, and env.on_error=drop or "
+                "reward.judge.on_unparsed=drop left them out.",
                 f"Read {self.pool.log_path}.",
             )
         return groups
@@ -94,9 +97,12 @@ class Episodes:
             for i in range(request.group_size)
         ]
         try:
-            return Group(prompt=prompt, trajectories=tuple(await gather_or_cancel(tasks)))
+            group = Group(prompt=prompt, trajectories=tuple(await gather_or_cancel(tasks)))
+            return group if self.judge is None else await self.judge.judged(group, request, index)
         except GroupDropped as error:
-            logger.warning(f"{_named(request.step)}: the group of prompt {prompt.id} is left out: {error}")
+            logger.warning(
+                f"{named_step(request.step)}: the group of prompt {prompt.id} is left out: {error}"
+            )
             return None
 
     async def _trajectory(
@@ -173,10 +179,6 @@ class Episodes:
             )
 
 
-def _named(step: int) -> str:
-    return "the evaluation" if step == EVAL_STEP else f"step {step}"
-
-
 def task_of(prompt: Prompt, seed: int) -> Task:
     """The prompt as an episode sees it."""
     return Task(
@@ -218,6 +220,7 @@ async def episodes_running(
     programs: Mapping[str, str],
     logs: Path,
     supervisor: Supervisor,
+    judge: Judge | None = None,
 ) -> AsyncIterator[Episodes]:
     """The source of env.episode.
 
@@ -246,4 +249,4 @@ async def episodes_running(
         pool = await stack.enter_async_context(
             running_episodes(spec, programs.get(spec), folder, logs, supervisor)
         )
-        yield Episodes(config, server, pool)
+        yield Episodes(config, server, pool, judge)

@@ -14,7 +14,16 @@ from typing import Protocol
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer, encode_in_thread
 from skylite.engine.interface import Sampling
-from skylite.environments.source import EVAL_STEP, GroupRequest, OnGroup, gather_or_cancel, request_seed
+from skylite.environments.judge import Judge
+from skylite.environments.source import (
+    EVAL_STEP,
+    GroupRequest,
+    OnGroup,
+    gather_or_cancel,
+    named_step,
+    request_seed,
+)
+from skylite.errors import RunFailed
 from skylite.types import EncodedPrompt, Group, Prompt, Score, Trajectory
 
 MAX_EVALUATED_AT_ONCE = 64
@@ -28,6 +37,13 @@ class Scorer(Protocol):
         """One score for each (prompt, completion text)."""
 
 
+class Unscored:
+    """Where the judge alone scores."""
+
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+        return [Score(0.0)] * len(items)
+
+
 @dataclass(slots=True)
 class SingleTurn:
     """Groups of one-turn trajectories."""
@@ -35,24 +51,38 @@ class SingleTurn:
     config: TrainConfig
     tokenizer: ChatTokenizer
     scorer: Scorer
+    judge: Judge | None = None
     _encoded: dict[str, EncodedPrompt] = field(default_factory=dict)
     """Conversations of evaluations, which repeat, by the text of their messages and the images."""
 
     async def sample(
         self, prompts: Sequence[Prompt], request: GroupRequest, on_group: OnGroup = lambda _: None
     ) -> list[Group]:
-        """See RolloutSource. Raises DataError for a prompt over rollout.max_prompt_tokens."""
+        """See RolloutSource. Raises DataError for a prompt over rollout.max_prompt_tokens.
+
+        Raises RunFailed if the judge leaves out all first groups of a step.
+        """
         encoded = await self._encode(prompts, keep=request.step == EVAL_STEP)
         slots = asyncio.Semaphore(MAX_EVALUATED_AT_ONCE if request.step == EVAL_STEP else len(prompts))
 
-        async def one(index: int, prompt: Prompt, ids: EncodedPrompt) -> Group:
+        async def one(index: int, prompt: Prompt, ids: EncodedPrompt) -> Group | None:
             async with slots:
-                group = await self._group(request, index, prompt, ids)
+                group: Group | None = await self._group(request, index, prompt, ids)
+                if group is not None and self.judge is not None:
+                    group = await self.judge.judged(group, request, index)
             on_group(group)
             return group
 
         numbered = enumerate(zip(prompts, encoded, strict=True), request.first_index)
-        return await gather_or_cancel([asyncio.create_task(one(i, p, ids)) for i, (p, ids) in numbered])
+        sampled = await gather_or_cancel([asyncio.create_task(one(i, p, ids)) for i, (p, ids) in numbered])
+        groups = [group for group in sampled if group is not None]
+        if prompts and not groups and request.first_index == 0:
+            raise RunFailed(
+                f"All {len(prompts)} groups of {named_step(request.step)} are left out: no reply of the "
+                "judge has points (reward.judge.on_unparsed=drop).",
+                "Read logs/judge.jsonl, and take a better judge, or raise reward.judge.max_tokens.",
+            )
+        return groups
 
     async def _encode(self, prompts: Sequence[Prompt], *, keep: bool) -> list[EncodedPrompt]:
         """The token ids of each prompt, kept for the next time if asked."""

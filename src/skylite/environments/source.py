@@ -76,6 +76,11 @@ def request_seed(seed: int, step: int, index: int) -> int:
     return int.from_bytes(digest[:6], "big")
 
 
+def named_step(step: int) -> str:
+    """The step of a request, for a message."""
+    return "the evaluation" if step == EVAL_STEP else f"step {step}"
+
+
 async def gather_or_cancel(tasks: Sequence[asyncio.Task[T]]) -> list[T]:
     """Results in order. The first failure cancels the other tasks and is raised."""
     try:

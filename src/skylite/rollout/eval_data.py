@@ -14,6 +14,7 @@ from skylite.config.rollout import RewardParameters
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate, load_tokenizer
 from skylite.data.prompts import read_info, read_prompts
+from skylite.environments.judge import judge_running
 from skylite.environments.source import RolloutSource
 from skylite.errors import ConfigError
 from skylite.evaluation.versions import ProblemSet
@@ -22,6 +23,7 @@ from skylite.processes.child import Supervisor
 from skylite.rollout.plan import fit_difficulty
 from skylite.rollout.prompt_check import without
 from skylite.rollout.sources import ScoredData, source_for
+from skylite.rollout.trusted_programs import allow_judge
 from skylite.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ def _read_one(name: str, path: Path, choice: DataChoice, config: TrainConfig) ->
         provenance=provenance,
         keep=keep,
     )
+    allow_judge(scored.config, provenance)
     log_notes(scored.notes)
     return EvalData(name=name, path=path, prompts=prompts[: choice.limit], scored=scored)
 
@@ -133,8 +136,9 @@ async def start_problems(
             logger.info(f"{d.name}: {len(dropped)} prompts over {limit} tokens are left out")
         key = f"{scored.rewards} {scored.config.reward!r}"
         if key not in sources:  # data sets with the same scorer share its processes
+            judge = await stack.enter_async_context(judge_running(scored.config, tokenizer, logs))
             sources[key] = await stack.enter_async_context(
-                source.running(scored, tokenizer, model_path, logs, supervisor)
+                source.running(scored, tokenizer, model_path, logs, supervisor, judge)
             )
         problem_sets.append(ProblemSet(name=d.name, prompts=without(d.prompts, dropped), source=sources[key]))
     return problem_sets

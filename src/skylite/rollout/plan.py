@@ -62,9 +62,10 @@ from skylite.resources.gpu_memory_plan import (
     replicate_default,
 )
 from skylite.resources.gpu_placement import place
+from skylite.rollout.judge_check import check_judge
 from skylite.rollout.prompt_check import without
 from skylite.rollout.sources import ScoredData, Source, source_for
-from skylite.rollout.trusted_programs import allow_algorithm, allow_launcher
+from skylite.rollout.trusted_programs import allow_algorithm, allow_judge, allow_launcher
 from skylite.run.files import sha256_file, write_json
 from skylite.run.own_folders import mark_sync_folder, refuse_live
 from skylite.run.run_dir import RunDir, published_versions
@@ -204,6 +205,8 @@ def plan_rewards(
         keep=config.reward.model_fields_set,
     )
     notes = [*scored.notes, *source.check_rewards(scored, info, train)]
+    allow_judge(scored.config, provenance)
+    notes += check_judge(scored.config, train)
     programs = scored.programs | allow_algorithm(scored.config, provenance)
     programs |= allow_launcher(scored.config, provenance)
     return replace(scored, programs=programs, notes=notes)

@@ -39,7 +39,12 @@ from skylite.rollout.plan import (
 from skylite.rollout.prompt_check import without
 from skylite.rollout.sources import source_for
 from skylite.rollout.step_metrics import recovered_metrics, require_numbers
-from skylite.rollout.trusted_programs import accept_same_rewards, allow_algorithm, allow_launcher
+from skylite.rollout.trusted_programs import (
+    accept_same_rewards,
+    allow_algorithm,
+    allow_judge,
+    allow_launcher,
+)
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
 from skylite.run.files import fsync_path
 from skylite.run.metrics_file import read_metrics, remove_scores_after, write_metrics
@@ -83,6 +88,7 @@ def plan_resume(
     )
     programs = allow_algorithm(config, provenance)
     programs |= allow_launcher(config, provenance)
+    allow_judge(config, provenance)
     recorded = _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)
@@ -265,11 +271,15 @@ def _relocate(
 SAFE_CHANGES = (
     "shared_network",
     "checkpoint", "eval", "anomaly", "sync", "stop", "log", "num_steps", "num_epochs",
-    "reward.num_workers", "reward.timeout_s", "trainer.step_timeout_s", "trainer.max_restarts",
+    "reward.num_workers", "reward.timeout_s", "reward.judge.url", "reward.judge.api_key_env",
+    "reward.judge.max_concurrent", "reward.judge.requests_per_minute", "reward.judge.timeout_s",
+    "reward.judge.patience_s", "reward.judge.retries", "reward.judge.on_unparsed",
+    "trainer.step_timeout_s", "trainer.max_restarts",
     "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
     "data.path", "trainer.offload",
 )  # fmt: skip
 """Sections and fields that do not change any result. data.path: the file is compared by its hash.
+reward.judge: how a question gets its answer, not what it is.
 trainer.offload only changes where the base and the AdamW moments are stored."""
 ROUNDING_CHANGES = (
     "trainer.num_ranks",

@@ -28,6 +28,7 @@ from skylite.engine.launchers import load_launcher
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.start_engines import engines_for_modules, start_engines
 from skylite.engine.watchdog import RestartPolicy, Watchdog
+from skylite.environments.judge import judge_running
 from skylite.environments.offline_source import Offline
 from skylite.environments.source import GroupRequest
 from skylite.errors import (
@@ -283,8 +284,9 @@ async def _run_in(
     progress.event("trainer_started")
     tokenizer = await start_tokenizer(plan, stack)
     progress.event("tokenizer_ready")
+    judge = await stack.enter_async_context(judge_running(plan.config, tokenizer, plan.run.logs))
     running = source_for(plan.config).running(
-        plan.scored, tokenizer, plan.resolved.model.path, plan.run.logs, supervisor
+        plan.scored, tokenizer, plan.resolved.model.path, plan.run.logs, supervisor, judge
     )
     source = await stack.enter_async_context(running)
     record_choices(plan, await wait_for_trainer_step(plan, plan.first_step - 1))
@@ -294,6 +296,7 @@ async def _run_in(
         plan=plan,
         engines=EnginePool(engines, start.tolerance),
         source=source,
+        judge=judge,
         progress=progress,
         limit=limit,
         owner=processes.owner,

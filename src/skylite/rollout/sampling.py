@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from skylite.data.prompt_order import prompts_for_round, prompts_for_step
 from skylite.environments.source import GroupRequest
@@ -31,6 +31,11 @@ async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> S
     stored = session.plan.run.rollout_path(step)
     if stored.exists():
         return SampledStep(groups=await asyncio.to_thread(read_rollouts, stored), stored=True)
+    sampled = await _sample_step(session, step, adapter)
+    return sampled if session.judge is None else replace(sampled, judge=session.judge.step_metrics(step))
+
+
+async def _sample_step(session: Session, step: int, adapter: AdapterVersion) -> SampledStep:
     config, train = session.plan.config, session.plan.train
     algorithm, per_step = config.algorithm, config.rollout.prompts_per_step
     first = await sample_groups(
@@ -93,7 +98,10 @@ class SampledStep:
     missing: int = 0
     """Number of `groups` that still have equal rewards after resampling; the trainer drops them."""
     dropped: int = 0
-    """Groups that are not in `groups`, because an episode failed (env.on_error=drop)."""
+    """Groups that are not in `groups`, because an episode failed (env.on_error=drop) or the judge gave no
+    points (reward.judge.on_unparsed=drop)."""
+    judge: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the judge."""
     stored: bool = False
     """Read from the rollout file of an earlier attempt (resumed run)."""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skylite.engine.engine_pool import EnginePool
+from skylite.environments.judge import Judge
 from skylite.environments.source import RolloutSource
 from skylite.rollout.plan import RunPlan
 from skylite.run.files import append_line
@@ -152,6 +153,8 @@ class Session:
     plan: RunPlan
     engines: EnginePool
     source: RolloutSource
+    judge: Judge | None = None
+    """The one that `source` asks."""
     progress: Progress
     limit: TimeLimit | None = None
     owner: str = ""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from skylite.config.judge import JUDGE
 from skylite.config.provenance import Provenance
 from skylite.config.rollout import RewardConfig, RewardParameters
 from skylite.config.train import TrainConfig
@@ -22,8 +23,9 @@ from skylite.data.prompts import Chat, Pair, PromptFileInfo, read_chats, read_pa
 from skylite.engine.model_limits import check_images
 from skylite.environments.episode_spec import check_episode_data
 from skylite.environments.episodes_source import episodes_running
+from skylite.environments.judge import Judge
 from skylite.environments.offline_source import Offline
-from skylite.environments.single_turn import SingleTurn
+from skylite.environments.single_turn import SingleTurn, Unscored
 from skylite.environments.source import RolloutSource
 from skylite.errors import ConfigError, DataError
 from skylite.notes import Note, notes_of, warning
@@ -49,6 +51,11 @@ class ScoredData:
     programs: dict[str, str] = field(default_factory=dict)
     """FILE.py:function -> sha256 of the file that the user allowed."""
     notes: Sequence[Note] = ()
+
+    @property
+    def code_rewards(self) -> tuple[str, ...]:
+        """`rewards` without the judge."""
+        return tuple(spec for spec in self.rewards if spec != JUDGE)
 
 
 class Source:
@@ -109,6 +116,7 @@ class Source:
         model_path: Path,
         logs: Path,
         supervisor: Supervisor,
+        judge: Judge | None = None,
     ) -> AbstractAsyncContextManager[RolloutSource]:
         """The source, whose processes end with the block. The caller closes `tokenizer` afterwards."""
         raise NotImplementedError
@@ -131,16 +139,17 @@ class SingleTurnSource(Source):
         return ScoredData(config=config, rewards=rewards, programs=programs, notes=notes_of(note))
 
     def check_rewards(self, scored: ScoredData, info: PromptFileInfo, train: Sequence[Prompt]) -> list[Note]:
-        config, rewards, programs = scored.config, scored.rewards, scored.programs
+        config, rewards, programs = scored.config, scored.code_rewards, scored.programs
+        code = config.reward.code
         with printed_lines(log_printed):
-            components = load_components(rewards, config.reward.weights, train[0], programs, config.reward)
-            if config.algorithm.advantage == "gdpo" and len(components) < 2:
+            components = load_components(rewards, code.weights, train[0], programs, code)
+            if config.algorithm.advantage == "gdpo" and len(scored.rewards) < 2:
                 raise ConfigError(
                     "algorithm.advantage=gdpo normalises each component of a reward on its own, and this "
-                    f"run has only {components[0].name}.",
+                    f"run has only {scored.rewards[0]}.",
                     "Name two rewards or more with --reward, or use algorithm.name=grpo.",
                 )
-            notes = check_references(config.reward, info, train, components, programs)
+            notes = check_references(code, info, train, components, programs)
             check_calls(rewards, config, train, programs, info.answer_template)
         return notes
 
@@ -161,11 +170,11 @@ class SingleTurnSource(Source):
     ) -> list[Note]:
         config, hides = scored.config, tokenizer.hides_thinking
         opened = opened_tag(tokenizer.prompt_end(train[0]), config.reward.prefill)
-        if not opened and not hides:
+        if (not opened and not hides) or not scored.code_rewards:
             return []
         tag, hidden = opened or "<think>", ("<think>", "</think>") if hides else (opened,)
         names = blind_rewards(
-            scored.rewards, config, train, scored.programs, info.answer_template, tag, hidden
+            scored.code_rewards, config, train, scored.programs, info.answer_template, tag, hidden
         )
         if not names:
             return []
@@ -183,11 +192,15 @@ class SingleTurnSource(Source):
         model_path: Path,
         logs: Path,
         supervisor: Supervisor,
+        judge: Judge | None = None,
     ) -> AsyncIterator[RolloutSource]:
+        if scored.code_rewards == ():
+            yield SingleTurn(scored.config, tokenizer, Unscored(), judge)
+            return
         pool = reward_pool(scored, logs)
         try:
             pool.watch(supervisor.fail)
-            yield SingleTurn(scored.config, tokenizer, pool)
+            yield SingleTurn(scored.config, tokenizer, pool, judge)
         finally:
             pool.close()
 
@@ -233,8 +246,11 @@ class EpisodesSource(Source):
         model_path: Path,
         logs: Path,
         supervisor: Supervisor,
+        judge: Judge | None = None,
     ) -> AbstractAsyncContextManager[RolloutSource]:
-        return episodes_running(scored.config, tokenizer, model_path, scored.programs, logs, supervisor)
+        return episodes_running(
+            scored.config, tokenizer, model_path, scored.programs, logs, supervisor, judge
+        )
 
 
 class OfflineSource(Source):
@@ -269,6 +285,7 @@ class OfflineSource(Source):
         model_path: Path,
         logs: Path,
         supervisor: Supervisor,
+        judge: Judge | None = None,
     ) -> AsyncIterator[RolloutSource]:
         yield Offline(scored.config, tokenizer)
 
@@ -296,9 +313,9 @@ def source_for(config: TrainConfig) -> Source:
 
 def reward_pool(scored: ScoredData, logs: Path) -> RewardPool:
     """The reward workers. Raises ConfigError if a reward cannot be loaded."""
-    config = scored.config.reward
+    config = scored.config.reward.code
     return RewardPool(
-        scored.rewards,
+        scored.code_rewards,
         config.weights,
         config.num_workers,
         config.timeout_s,

@@ -207,7 +207,7 @@ async def _start_shared(
     def for_all(spec: EngineSpec) -> EngineSpec:
         return replace(
             spec,
-            max_model_len=max(plan.config.max_sequence_tokens for plan in plans),
+            max_model_len=max(plan.config.engine_sequence_tokens for plan in plans),
             max_num_seqs=max(plan.config.engine.max_num_seqs for plan in plans),
             max_images=max(plan.resolved.model.max_images for plan in plans),
         )

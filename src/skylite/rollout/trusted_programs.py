@@ -13,10 +13,11 @@ from __future__ import annotations
 import json
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from skylite.config.judge import BASE
 from skylite.config.provenance import NOTHING_TYPED, Provenance
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo
@@ -53,13 +54,16 @@ def remember(*specs: str) -> dict[str, str]:
     Leaves out files that cannot be read. Without a writable home the user names programs each time.
     """
     hashes = {spec: sha256 for spec in specs if is_program(spec) and (sha256 := program_sha256(spec))}
+    new = {resolve_spec(spec): sha256 for spec, sha256 in hashes.items()}
+    _remember(new | {spec: "" for spec in specs if spec in CODE_IN_DATA or is_named_as_text(spec)})
+    return hashes
+
+
+def _remember(new: Mapping[str, str]) -> None:
     named = _named()
-    updated = named | {resolve_spec(spec): sha256 for spec, sha256 in hashes.items()}
-    updated |= {spec: "" for spec in specs if spec in CODE_IN_DATA or is_named_as_text(spec)}
-    if updated != named:
+    if (updated := {**named, **new}) != named:
         with suppress(WriteFailed):
             write_json(_state_file(), {"named": updated})
-    return hashes
 
 
 def require_named(specs: Sequence[str], kind: FunctionKind, where: Path) -> dict[str, str]:
@@ -135,6 +139,30 @@ def allow_launcher(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) 
         return {}
     check_function(spec, LAUNCHER)
     return _allow([spec], LAUNCHER, provenance)
+
+
+def allow_judge(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) -> None:
+    """Check that texts, and the key of a variable, may go to reward.judge.url.
+
+    Raises ConfigError if only a file names the pair.
+    """
+    judge = config.reward.judge
+    if not config.has_judge or judge.url == BASE:
+        return
+    spec = f"judge {judge.url} {judge.api_key_env}"
+    names = ("reward.judge.url", *(["reward.judge.api_key_env"] if judge.api_key_env else []))
+    file = next(filter(None, map(provenance.file_of, names)), None)
+    if file is None:
+        _remember({spec: ""})
+    elif spec not in _named():
+        key = f" and the key in {judge.api_key_env}" if judge.api_key_env else ""
+        settings = [f"reward.judge.url={judge.url}", f"reward.judge.api_key_env={judge.api_key_env}"]
+        typed = " ".join(f"--set {shlex.quote(text)}" for text in settings)
+        raise ConfigError(
+            f"{file} sends prompts, completions{key} to the judge {judge.url}, a server that you have not "
+            "named on this machine yourself; nothing was sent.",
+            f"If you trust it, name it: {typed}.",
+        )
 
 
 def allowed_launcher(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) -> Launcher:
