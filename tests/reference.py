@@ -64,7 +64,7 @@ def _group_advantage(index: int, samples: Sequence[Row], rewards: list[float], k
 def _decoupled(samples: Sequence[Row], config: TrainConfig) -> list[list[float]]:
     """GDPO: each component on its own, then the sum, then over the step's trajectories."""
     sums = [0.0] * len(samples)
-    for name, weight in zip(("right", "long"), config.reward.weights or (1.0, 1.0), strict=True):
+    for name, weight in zip(("right", "long"), config.component_weights(["right", "long"]), strict=True):
         scores = [s.components[name] for s in samples]
         for i in range(len(samples)):
             sums[i] += weight * _group_advantage(i, samples, scores, "grpo")

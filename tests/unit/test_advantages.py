@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from skylite.algorithms.advantages import (
     gae,
     gdpo,
     moments,
+    pass_at_k,
     token_returns,
     whiten,
     zero_std_groups,
@@ -71,6 +72,37 @@ def test_gdpo_normalises_each_component_in_its_group_and_the_sum_over_the_step()
     shown_only = Components(("right", "short", "metric/x"), scores, torch.tensor([1.0, 2.0, 0.0]))
     assert gdpo(shown_only).flatten().tolist() == pytest.approx([x / std for x in sums], abs=1e-4)
     assert shown_only["short"][0].tolist() == [0, 0, 4e-2, 4e-2]
+
+
+def test_gdpo_takes_another_formula_for_a_component():
+    scores = torch.tensor([[[8.0, 3.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
+    found = gdpo(Components(("right", "long"), scores, torch.tensor([1.0, 1.0])), {"long": "rloo"})
+    # [8, 0, 0, 0] -> 1.5, -.5, -.5, -.5; [3, 0, 0, 1] less the others' means 1/3, 4/3, 4/3, 1
+    sums = torch.tensor([1.5 + 8 / 3, -0.5 - 4 / 3, -0.5 - 4 / 3, -0.5], dtype=torch.float64)
+    assert found[0].tolist() == pytest.approx((sums / sums.std()).tolist(), abs=1e-5)
+
+
+def test_pass_at_k_has_the_closed_form_for_right_and_wrong():
+    # 4 completions, 1 right, k = 2: of 6 pairs 3 hold it, so the mean is 1/2 and the std 1/2. A wrong one
+    # is in 3 pairs, one of them with the right one: (1/3 - 1/2) / (1/2).
+    found = pass_at_k(torch.tensor([[0.0, 1.0, 0.0, 0.0]]), torch.ones(1, 4), k=2)
+    assert found[0].tolist() == pytest.approx([-1 / 3, 1, -1 / 3, -1 / 3], abs=1e-5)
+    # 3 right of 4: every pair is right, so the group has nothing to learn; with k = 3 of 5 neither.
+    assert pass_at_k(torch.tensor([[0.0, 1.0, 1.0, 1.0]]), torch.ones(1, 4), k=2).tolist() == [[0.0] * 4]
+    silent = pass_at_k(torch.full((1, 5), 0.3), torch.ones(1, 5), k=3)
+    assert silent.tolist() == [[0.0] * 5]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 6])
+def test_pass_at_k_is_the_mean_over_all_subsets(k):
+    rewards = [0.2, 0.9, 0.2, -1.0, 0.5, 0.0]
+    best = {s: max(rewards[i] for i in s) for s in combinations(range(6), k)}
+    mean = sum(best.values()) / len(best)
+    std = (sum((b - mean) ** 2 for b in best.values()) / len(best)) ** 0.5
+    own = [[b for s, b in best.items() if i in s] for i in range(6)]
+    found = pass_at_k(torch.tensor([rewards], dtype=torch.float64), torch.ones(1, 6), k)
+    wanted = [(sum(x) / len(x) - mean) / (std + 1e-6) for x in own]
+    assert found[0].tolist() == pytest.approx(wanted, abs=1e-9)
 
 
 def test_gdpo_keeps_apart_what_has_the_same_sum_and_gives_silent_groups_zeros():

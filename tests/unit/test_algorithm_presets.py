@@ -14,6 +14,7 @@ from skylite.algorithms.losses import (
 from skylite.config import algorithm
 from skylite.config.algorithm import PRESETS, AlgorithmConfig
 from skylite.config.rollout import RewardParameters
+from skylite.config.train import TrainConfig
 from skylite.rewards.built_in import BUILT_IN
 
 DEFAULTS = AlgorithmConfig().model_dump()
@@ -28,7 +29,8 @@ def test_the_name_sets_its_row_and_nothing_else(name):
 
 
 def test_every_choice_has_a_function() -> None:
-    along_trajectories = {"reinforce++", "gae"}  # Algorithm.credit_tokens computes these
+    # pass_at_k has a parameter; Algorithm.credit_tokens computes the others
+    along_trajectories = {"pass_at_k", "reinforce++", "gae"}
     assert set(get_args(algorithm.Advantage)) == {
         *GROUP_ADVANTAGES,
         *COMPONENT_ADVANTAGES,
@@ -70,6 +72,33 @@ def test_gdpo_refuses_what_works_on_the_sum_of_the_rewards(setting, shown):
     with pytest.raises(ValidationError, match=rf"{shown} looks at or changes the sum"):
         AlgorithmConfig(name="gdpo", **setting)
     assert AlgorithmConfig(name="gdpo", kl_in="reward").advantage == "gdpo"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"algorithm": {"name": "gdpo"}, "env": {"episode": "guess"}},
+            "limit_reward=0 has no components, and algorithm.advantage=gdpo",
+        ),
+        (
+            {"algorithm": {"name": "gdpo"}, "env": {"episode": "guess", "limit_reward": {"right": 0.0}}},
+            "this run has only right",
+        ),
+        (
+            {"algorithm": {"component_advantages": {"a": "rloo"}}},
+            "has no effect with algorithm.advantage=grpo",
+        ),
+        ({"algorithm": {"name": "pass_at_k", "pass_k": 9}}, "pass_k=9 is over rollout.group_size=8"),
+    ],
+)
+def test_what_does_not_fit_a_rule_on_components_is_refused(settings, reason):
+    with pytest.raises(ValidationError, match=reason):
+        TrainConfig.model_validate(settings)
+    names = {"right": 0.0, "short": 0.0}
+    TrainConfig.model_validate(
+        {"algorithm": {"name": "gdpo"}, "env": {"episode": "guess", "limit_reward": names}}
+    )
 
 
 def test_an_unknown_name_is_refused_and_the_known_ones_listed():

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from skylite.algorithms.user_functions import group_advantage
+from skylite.config.algorithm import AlgorithmConfig
 from skylite.data.data_prep_file import load_dataset, module_examples
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.rewards import load_reward
@@ -85,7 +86,7 @@ def test_a_file_that_exits_when_it_is_run_is_refused(tmp_path: Path, body: str) 
 
 @pytest.mark.parametrize("body", RAISES)
 def test_an_advantage_that_exits_fails(tmp_path: Path, body: str) -> None:
-    advantage = group_advantage(reward_file(tmp_path, body))
+    advantage = group_advantage(AlgorithmConfig(advantage=reward_file(tmp_path, body)))
     with pytest.raises(RunFailed, match=r"The advantage f in \S+mine.py raised \w+"):
         advantage(torch.ones(2, 3), torch.ones(2, 3), None)
 

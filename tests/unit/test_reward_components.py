@@ -36,6 +36,15 @@ def odd(prompt, completion):
     if completion == "raise": raise LookupError("odd one")
     return float(completion) if completion in ("nan", "inf", "-inf") else 0.5
 
+def parts(completion):
+    return {"right": float(completion == "7"), "short": 1.0 / (1 + len(completion)), "metric/length": 9.0}
+
+def verls(completion):
+    return {"score": 1.0, "acc": True}
+
+def clash(completions):
+    return [{"right": 1.0}] * len(completions)
+
 def pid(prompt, completion):
     return float(os.getpid())
 """
@@ -90,6 +99,31 @@ def test_a_nan_score_makes_the_sum_nan_and_the_anomaly_rules_find_it(
     assert "is nan" in reason or "is inf" in reason
 
 
+def test_a_function_that_returns_a_dict_gives_named_components(own: str) -> None:
+    functions = [f"{own}:parts", f"{own}:length"]
+    (score,) = score_components(load_components(functions), [(prompt(), "7")])
+    assert score == Score(1 + 0.5 + 1, {"right": 1.0, "short": 0.5, "metric/length": 9.0, "length": 1.0})
+    weights = {"short": -2.0, "metric/length": 0.5, "length": 3.0}
+    pool = RewardPool(functions, weights)
+    try:
+        assert scores_of(pool, "7")[0].reward == 1 - 2 * 0.5 + 0.5 * 9 + 3
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("functions", "reason"),
+    [
+        (["verls"], "'score' for prompt .*verl takes that as the reward"),
+        (["parts", "clash"], "clash returned 'right' .* another component has"),
+    ],
+)
+def test_names_that_mean_two_things_are_refused(own: str, functions: list[str], reason: str) -> None:
+    components = load_components([f"{own}:{name}" for name in functions])
+    with pytest.raises(RunFailed, match=reason):
+        score_components(components, [(prompt(), "7")])
+
+
 def test_an_exception_names_the_function_and_the_prompt(own: str) -> None:
     pool = RewardPool(["gsm8k", f"{own}:odd"])
     try:
@@ -127,10 +161,37 @@ def test_gdpo_refuses_a_run_with_one_component(own: str, tmp_path: Path) -> None
         "algorithm": {"name": "gdpo"},
         "reward": {"functions": ["math"]},
     }
-    with pytest.raises(ConfigError, match=r"this run has only math\. Name two rewards or more"):
+    with pytest.raises(ConfigError, match=r"this run has only math\. Return a dict with two"):
         plan_run(TrainConfig.model_validate(tree), RunDir(tmp_path / "run"))
     tree["reward"] = {"functions": ["math", f"{own}:length"]}
     assert plan_run(TrainConfig.model_validate(tree), RunDir(tmp_path / "run")).rewards[1].endswith("length")
+    tree["reward"] = {"functions": [f"{own}:parts"], "weights": {"short": 2.0}}
+    config = TrainConfig.model_validate(tree)
+    assert plan_run(config, RunDir(tmp_path / "run")).rewards == (f"{own}:parts",)
+    assert config.component_weights(["right", "short", "metric/length"]) == [1.0, 2.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "algorithm", "reason"),
+    [
+        ({"weights": [1.0]}, {}, r"functions return right, short, metric/length\. Give the weights by name"),
+        ({"weights": {"shrt": 1.0}}, {}, r"reward\.weights names shrt, and .* are right, short"),
+        ({}, {"name": "gdpo", "component_advantages": {"x": "rloo"}}, "component_advantages names x"),
+    ],
+)
+def test_settings_that_do_not_fit_the_components_are_refused(
+    own: str, tmp_path: Path, reward: dict[str, object], algorithm: dict[str, object], reason: str
+) -> None:
+    make_model(tmp_path / "model")
+    write_data(tmp_path / "data", 4)
+    tree = {
+        "model": {"name": str(tmp_path / "model")},
+        "data": {"path": str(tmp_path / "data")},
+        "algorithm": algorithm,
+        "reward": {"functions": [f"{own}:parts"], **reward},
+    }
+    with pytest.raises(ConfigError, match=reason):
+        plan_run(TrainConfig.model_validate(tree), RunDir(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_a_completion_without_a_component_is_named(tmp_path: Path) -> None:
 )
 def test_a_bad_advantage_gives_one_sentence(body: str, reason: str, tmp_path: Path) -> None:
     spec = own_file(tmp_path, f"def mine(rewards, lengths): return {body}")
-    advantage = group_advantage(spec)
+    advantage = group_advantage(AlgorithmConfig(advantage=spec))
     with pytest.raises(RunFailed, match=rf"^The advantage mine in {tmp_path}/mine\.py {reason}"):
         advantage(torch.ones(2, 3), torch.ones(2, 3), None)
 
@@ -175,7 +175,7 @@ def test_an_empty_micro_batch_does_not_call_the_function(tmp_path: Path) -> None
 
 def test_nan_rewards_pass_through_to_the_anomaly_rules(tmp_path: Path) -> None:
     spec = own_file(tmp_path, "def mine(rewards, lengths): return rewards * 2")
-    advantage = group_advantage(spec)
+    advantage = group_advantage(AlgorithmConfig(advantage=spec))
     found = advantage(torch.tensor([[1.0, float("nan")]]), torch.ones(1, 2), None)
     assert torch.isnan(found).tolist() == [[False, True]]
 
@@ -186,7 +186,7 @@ def test_a_file_runs_once(tmp_path: Path) -> None:
         tmp_path, f"open({str(count)!r}, 'a').write('x')\ndef mine(rewards, lengths): return rewards"
     )
     for _ in range(3):
-        group_advantage(spec)
+        group_advantage(AlgorithmConfig(advantage=spec))
     assert count.read_text() == "x"
 
 

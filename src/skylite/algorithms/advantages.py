@@ -8,8 +8,9 @@ COMPONENT_ADVANTAGES by the components of the reward. `reinforce++` and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -76,8 +77,38 @@ def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
     return whiten(centred, sums)
 
 
-def gdpo(components: Components) -> Tensor:
+def pass_at_k(rewards: Tensor, lengths: Tensor, k: int) -> Tensor:
+    """(mean of the k-subsets with the completion - mean of all k-subsets) / std; the best of a subset counts.
+
+    For rewards of 0 and 1 the closed form of "Pass@k Training", arXiv 2508.10751; sorting gives
+    the same expectations for any rewards, as in arXiv 2505.15201. k = 1: `grpo`, but for the
+    population's std.
+    """
+    size = rewards.shape[1]
+    values, order = rewards.double().sort(dim=1)
+    places = range(size)  # the best of a subset: the last place in it
+    subsets = values.new_tensor([math.comb(j, k - 1) / math.comb(size, k) for j in places])
+    mean = (values * subsets).sum(dim=1, keepdim=True)
+    std = ((values - mean).square() * subsets).sum(dim=1, keepdim=True).sqrt()
+    holding = values.new_tensor(
+        [[_share_best(i, j, k) / math.comb(size - 1, k - 1) for j in places] for i in places]
+    )
+    # Where the best of every subset is equal, rounding must make no gradient.
+    in_order = (values @ holding.T - mean) / (std + EPS) * (std > EPS)
+    return torch.zeros_like(values).scatter(1, order, in_order).to(rewards.dtype)
+
+
+def _share_best(place: int, best: int, k: int) -> int:
+    """Of the k-subsets that hold `place`: how many have `best` as their last place."""
+    if place == best:
+        return math.comb(best, k - 1)
+    return math.comb(best - 1, k - 2) if place < best and k > 1 else 0
+
+
+def gdpo(components: Components, formulas: Mapping[str, str] = MappingProxyType({})) -> Tensor:
     """The weighted sum of each component's (r - mean) / std of the group, over its std in the step.
+
+    `formulas`: other formulas of GROUP_ADVANTAGES that look at rewards alone, by component.
 
     Equal sums of different components stay different, and a component on a small scale counts as its weight
     says. A group's sums are centred, so the step's mean is 0 and is not subtracted. A component with a
@@ -86,8 +117,8 @@ def gdpo(components: Components) -> Tensor:
     """
     scores = components.scores.unbind(dim=-1)
     weighted = [
-        weight * grpo(r, torch.ones_like(r))
-        for weight, r in zip(components.weights.tolist(), scores, strict=True)
+        weight * GROUP_ADVANTAGES[formulas.get(name, "grpo")](r, torch.ones_like(r))
+        for name, weight, r in zip(components.names, components.weights.tolist(), scores, strict=True)
         if weight != 0
     ]
     total = torch.stack(weighted).sum(dim=0)
@@ -106,8 +137,8 @@ GROUP_ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 A group with equal rewards is centred to exact zeros.
 """
-COMPONENT_ADVANTAGES: dict[str, Callable[[Components], Tensor]] = {"gdpo": gdpo}
-"""components [N, G, K] -> advantages [N, G]."""
+COMPONENT_ADVANTAGES = {"gdpo": gdpo}
+"""(components [N, G, K], algorithm.component_advantages) -> advantages [N, G]."""
 
 
 def token_returns(token_rewards: Tensor, gamma: float) -> Tensor:

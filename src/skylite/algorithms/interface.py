@@ -81,6 +81,14 @@ class Algorithm:
         """Whether `credit` needs the components of the rewards."""
         return False
 
+    def learned_metrics(self, components: Components | None) -> dict[str, float]:
+        """Metrics of what the run learns besides its adapter, see `learn`."""
+        return {}
+
+    def learn(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """What the run has learned besides its adapter after a step with these metrics."""
+        return {}
+
     def credit(self, rewards: Tensor, lengths: Tensor, components: Components | None) -> Tensor | None:
         """[N, G] the advantage of each trajectory. None: it has none, or one for each token."""
         return None

@@ -7,7 +7,7 @@ chooses both, and either may be the user's own function.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,6 +16,14 @@ from skylite.algorithms.advantages import Components, gae, token_returns, zero_s
 from skylite.algorithms.importance import importance_weights
 from skylite.algorithms.interface import Algorithm, KeepTogether
 from skylite.algorithms.kl import KL_ESTIMATORS
+from skylite.algorithms.learned import (
+    ENTROPY_COEF,
+    Learned,
+    add_limits,
+    entropy_coef,
+    learn,
+    limit_metrics,
+)
 from skylite.algorithms.losses import (
     AGGREGATIONS,
     POLICY_LOSSES,
@@ -42,6 +50,8 @@ class PolicyGradient(Algorithm):
 
     config: AlgorithmConfig
     importance: ImportanceConfig
+    learned: Learned = field(default_factory=dict)
+    """See learned.py."""
 
     @property
     def updates_per_step(self) -> int:
@@ -85,19 +95,29 @@ class PolicyGradient(Algorithm):
 
     @property
     def needs_components(self) -> bool:
-        return asks_for_components(self.config.advantage)
+        return bool(self.config.limits) or asks_for_components(self.config.advantage)
 
     def keep(self, rewards: Tensor, truncated: Tensor) -> Tensor:
         """Only this drops zero-std groups and truncated trajectories."""
         dropped = zero_std_groups(rewards)[:, None] & (self.config.zero_std_groups != "keep")
         return ~dropped & ~(truncated & self.config.mask_truncated)
 
-    def credit(self, rewards: Tensor, lengths: Tensor, components: Components | None) -> Tensor | None:
+    def learned_metrics(self, components: Components | None) -> dict[str, float]:
+        has_target = self.config.entropy_target is not None
+        metrics = {ENTROPY_COEF: entropy_coef(self.config, self.learned)} if has_target else {}
         return (
-            None
-            if self.credits_tokens
-            else group_advantage(self.config.advantage)(rewards, lengths, components)
+            metrics if components is None else metrics | limit_metrics(components, self.config, self.learned)
         )
+
+    def learn(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        return learn(self.config, self.learned, metrics)
+
+    def credit(self, rewards: Tensor, lengths: Tensor, components: Components | None) -> Tensor | None:
+        if self.credits_tokens:
+            return None
+        if components is not None:
+            rewards, components = add_limits(rewards, components, self.config, self.learned)
+        return group_advantage(self.config)(rewards, lengths, components)
 
     def credit_tokens(self, rewards: Tensor, values: Tensor) -> Tensor:
         if self.config.uses_critic:
@@ -112,7 +132,7 @@ class PolicyGradient(Algorithm):
         if advantages is None:
             return torch.ones_like(kept)
         config = self.config
-        if config.uses_ref or config.entropy_coef != 0 or config.selects_tokens:
+        if config.uses_ref or config.uses_entropy or config.selects_tokens:
             return kept
         return kept & (advantages != 0).any(dim=1, keepdim=True)
 
@@ -159,9 +179,9 @@ class PolicyGradient(Algorithm):
             sums["policy/kl_ref"] = kl.detach().sum()
         if x.kl_penalty is not None:
             sums["policy/kl_ref"] = x.kl_penalty.sum() / config.kl_coef
-        if config.entropy_coef != 0:
-            counted = x.token_weights > 0
-            loss = loss - config.entropy_coef * (x.entropies * counted).sum() / max(1, x.size.num_tokens)
+        if config.uses_entropy:
+            counted, coef = x.token_weights > 0, entropy_coef(config, self.learned)
+            loss = loss - coef * (x.entropies * counted).sum() / max(1, x.size.num_tokens)
         return loss, sums
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skylite.algorithms.advantages import COMPONENT_ADVANTAGES, GROUP_ADVANTAGES, Components
+from skylite.algorithms.advantages import COMPONENT_ADVANTAGES, GROUP_ADVANTAGES, Components, pass_at_k
 from skylite.algorithms.losses import POLICY_LOSSES, LossInputs
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.errors import RunFailed
@@ -48,12 +48,15 @@ def load_functions(config: AlgorithmConfig, programs: Mapping[str, str]) -> None
     policy_loss(config.policy_loss)
 
 
-def group_advantage(spec: str) -> GroupAdvantage:
+def group_advantage(config: AlgorithmConfig) -> GroupAdvantage:
     """The advantage function over groups. Not for advantages per token: gae and reinforce++."""
+    spec = config.advantage
     if is_program(spec):
         return _load(spec, ADVANTAGE).advantage
     if asks_for_components(spec):
-        return partial(_of_components, COMPONENT_ADVANTAGES[spec])
+        return partial(_of_components, COMPONENT_ADVANTAGES[spec], config.component_advantages)
+    if spec == "pass_at_k":
+        return partial(_of_rewards, partial(pass_at_k, k=config.pass_k))
     return partial(_of_rewards, GROUP_ADVANTAGES[spec])
 
 
@@ -69,10 +72,14 @@ def _of_rewards(
 
 
 def _of_components(
-    function: Callable[[Components], Tensor], _: Tensor, lengths: Tensor, components: Components | None
+    function: Callable[[Components, Mapping[str, str]], Tensor],
+    formulas: Mapping[str, str],
+    _: Tensor,
+    lengths: Tensor,
+    components: Components | None,
 ) -> Tensor:
     assert components is not None
-    return function(components)
+    return function(components, formulas)
 
 
 def policy_loss(spec: str) -> PolicyLoss:
@@ -96,7 +103,7 @@ class UserFunction:
     def advantage(self, rewards: Tensor, lengths: Tensor, components: Components | None) -> Tensor:
         """[N, G] float32."""
         # Copies: the step needs them again, and the function may change them in place.
-        more = {} if components is None else {"components": copy.deepcopy(components)}
+        more = {"components": copy.deepcopy(components)} if self.takes_components else {}
         found = self._call(rewards.clone(), lengths.clone(), **more)
         return self._checked(found, rewards.shape, inputs=[rewards]).float()
 

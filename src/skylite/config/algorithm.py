@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -14,9 +16,19 @@ from skylite.config.lora import check_modules
 from skylite.user_functions import is_program
 
 Advantage = Literal[
-    "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline", "maxrl", "opo", "gdpo", "gae"
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce++",
+    "reinforce++-baseline",
+    "maxrl",
+    "opo",
+    "pass_at_k",
+    "gdpo",
+    "gae",
 ]
 PolicyLoss = Literal["clip", "dual_clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov"]
+ComponentAdvantage = Literal["grpo", "dr_grpo", "rloo"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed-length"]
 ZeroStdGroups = Literal["keep", "drop", "resample"]
 
@@ -50,6 +62,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "maxrl": {"advantage": "maxrl"},
     # arXiv 2505.23585: the baseline is the group mean weighted by completion length.
     "opo": {"advantage": "opo"},
+    # arXiv 2508.10751: the best of k completions counts.
+    "pass_at_k": {"advantage": "pass_at_k"},
     # arXiv 2601.05242: each component of the reward is normalised in its group before they are summed.
     "gdpo": {"advantage": "gdpo"},
     # arXiv 1707.06347, with GAE (arXiv 1506.02438) from a LoRA critic.
@@ -67,15 +81,40 @@ SOURCES: dict[str, Source] = {"sft": "chats", "dpo": "pairs"}
 """Algorithm -> what its examples come from, if that is prepared data."""
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A bound on the mean of a component of the reward."""
+
+    name: str
+    """at_most/COMPONENT or at_least/COMPONENT."""
+    component: str
+    sign: Literal[-1, 1]
+    """1: at most `bound`."""
+    bound: float
+
+
 class AlgorithmConfig(Section):
     """How rewards become advantages and a loss."""
 
     name: str = "grpo"
     """Preset that fills in the other fields of this section: grpo, bnpo, dr_grpo, dapo, gspo, cispo, sapo,
-    rloo, reinforce++, reinforce++-baseline, maxrl, opo, gdpo, ppo, clip_cov, kl_cov, sft or dpo."""
+    rloo, reinforce++, reinforce++-baseline, maxrl, opo, pass_at_k, gdpo, ppo, clip_cov, kl_cov, sft or
+    dpo."""
     advantage: Advantage | str = "grpo"
     """Formula that turns rewards into advantages (algorithms/advantages.py), or your own as FILE.py:function.
     gae needs a critic."""
+    component_advantages: dict[str, ComponentAdvantage] = {}
+    """For gdpo, the formula of single components by name: grpo, dr_grpo or rloo. The others: grpo."""
+    at_most: dict[str, float] = {}
+    """Limits on the mean of components of the reward, by name. Each has a weight that is learned: it grows
+    while a step's mean is over the limit, and falls, down to 0, while it is under it."""
+    at_least: dict[str, float] = {}
+    """The same for components that must not be less."""
+    limit_lr: float = Field(0.1, gt=0)
+    """What a limit's weight changes by in a step, for each unit that the mean is over the limit."""
+    pass_k: int = Field(2, ge=1)
+    """The k of the advantage pass_at_k: how many completions count as one attempt. At most
+    rollout.group_size."""
     policy_loss: PolicyLoss | str = "clip"
     """Loss of each token (algorithms/losses.py), or your own as FILE.py:function."""
     aggregation: Aggregation = "token-mean"
@@ -120,6 +159,12 @@ class AlgorithmConfig(Section):
     entropy_coef: float = 0.0
     """Weight of the entropy bonus: the exact entropy over the vocabulary, averaged over tokens. Raise it
     when entropy collapses."""
+    entropy_target: float | None = Field(None, gt=0)
+    """Mean entropy in nats that entropy_coef is adapted to. It acts while the last step's entropy is at most
+    this. none: entropy_coef is fixed."""
+    entropy_coef_delta: float = Field(0.005, gt=0)
+    """What entropy_coef changes by in a step with entropy_target: up below the target, else down; from 0 to
+    1."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
     """Share of tokens, those with the highest entropy, that get the policy loss
     (arXiv 2506.01939); 1: all tokens."""
@@ -184,6 +229,11 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def check_gdpo_rewards(self) -> Self:
+        if self.advantage != "gdpo" and self.component_advantages:
+            raise ValueError(
+                f"algorithm.component_advantages={self.component_advantages} has no effect with "
+                f"algorithm.advantage={self.advantage}; use algorithm.name=gdpo."
+            )
         unfit = {
             "zero_std_groups": self.zero_std_groups != "keep",
             "overlong_buffer_frac": self.overlong_buffer_frac > 0,
@@ -197,10 +247,64 @@ class AlgorithmConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def check_limits(self) -> Self:
+        if not self.limits:
+            return self
+        name = "at_most" if self.at_most else "at_least"
+        if not self.compares_groups or self.advantage == "maxrl":
+            raise ValueError(
+                f"algorithm.{name} adds a component with a learned weight to the rewards that a group is "
+                f"compared by, which algorithm.advantage={self.advantage} does not allow; use another "
+                "advantage, such as grpo."
+            )
+        if self.zero_std_groups != "keep":
+            raise ValueError(
+                f"algorithm.zero_std_groups={self.zero_std_groups} looks at the reward without the limits of "
+                f"algorithm.{name}; leave it out."
+            )
+        return self
+
+    @property
+    def limits(self) -> list[Limit]:
+        """All bounds on components."""
+        return [
+            *(Limit(f"at_most/{name}", name, 1, bound) for name, bound in self.at_most.items()),
+            *(Limit(f"at_least/{name}", name, -1, bound) for name, bound in self.at_least.items()),
+        ]
+
+    def check_components(self, names: Collection[str], weights: Collection[str] = ()) -> None:
+        """Raise ValueError if settings do not fit a reward with these components. `weights`: names that have
+        one.
+        """
+        if self.advantage == "gdpo" and len(names) < 2:
+            raise ValueError(
+                "algorithm.advantage=gdpo normalises each component of a reward on its own, and this run has "
+                f"only {', '.join(names)}; return a dict with two or more, name two or more functions with "
+                "--reward, or use algorithm.name=grpo."
+            )
+        used = {
+            "reward.weights": weights,
+            "algorithm.component_advantages": self.component_advantages,
+            "algorithm.at_most": self.at_most,
+            "algorithm.at_least": self.at_least,
+        }
+        for setting, keys in used.items():
+            if unknown := next((key for key in keys if key not in names), None):
+                raise ValueError(
+                    f"{setting} names {unknown}, and the components of the reward are {', '.join(names)}; "
+                    "use one of these names."
+                )
+
     @property
     def compares_groups(self) -> bool:
         """Whether the advantage compares a completion with its group. One from a file counts as such."""
         return self.source == "rollouts" and self.advantage not in ("gae", "reinforce++")
+
+    @property
+    def reads_components(self) -> bool:
+        """Whether a built-in rule needs the components of the reward."""
+        return self.advantage == "gdpo" or bool(self.limits)
 
     @property
     def source(self) -> Source:
@@ -211,6 +315,11 @@ class AlgorithmConfig(Section):
     def uses_critic(self) -> bool:
         """Whether the advantage needs the critic's values."""
         return self.advantage == "gae"
+
+    @property
+    def uses_entropy(self) -> bool:
+        """Whether the loss has a bonus for entropy, now or later."""
+        return self.entropy_coef != 0 or self.entropy_target is not None
 
     @property
     def uses_ref(self) -> bool:

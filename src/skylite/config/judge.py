@@ -11,6 +11,8 @@ from skylite.config.base_section import Section
 
 JUDGE = "judge"
 """The judge among reward.functions, and the name of its component."""
+EPISODE = "episode"
+"""Component of an episode's own reward, if that is a number and a judge adds another one."""
 BASE = "base"
 """reward.judge.url for the run's own base, on the run's own engine."""
 OTHER_TOKENS = 1024

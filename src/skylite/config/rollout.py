@@ -128,8 +128,10 @@ class RewardConfig(RewardParameters):
     """gsm8k, math, countdown, exact_match, regex, format, length, reasoning-gym, judge, or your own as
     FILE.py:function. The reward is their weighted sum. The first one decides what counts as right. Empty: the
     reward chosen at `skylite prepare`, with the settings given there."""
-    weights: list[float] = []
-    """Weight of each function; may be negative. Empty: 1 for each."""
+    weights: list[float] | dict[str, float] = []
+    """Weight of each function, or weights by name of the components: those that a function returns as a dict,
+    or functions. A name that is not here counts 1, and one that begins with metric/ counts 0. A weight may be
+    negative."""
     prefill: str = ""
     """Text put before each completion that the rewards get, such as "<think>\\n" where the chat template
     opens this tag at the end of the prompt. Without it the rewards see only what the model sampled."""
@@ -147,7 +149,9 @@ class RewardConfig(RewardParameters):
             return self
         place = self.functions.index(JUDGE)
         functions = [*self.functions[:place], *self.functions[place + 1 :]]
-        weights = [*self.weights[:place], *self.weights[place + 1 :]]
+        weights = self.weights
+        if isinstance(weights, list):
+            weights = [*weights[:place], *weights[place + 1 :]]
         return self.model_copy(update={"functions": functions, "weights": weights})
 
     @model_validator(mode="after")
@@ -171,7 +175,7 @@ class RewardConfig(RewardParameters):
             raise ValueError(
                 f"reward.functions names {twice[0]} twice; name it once, with the sum of its weights."
             )
-        if self.weights and len(self.weights) != len(self.functions):
+        if isinstance(self.weights, list) and self.weights and len(self.weights) != len(self.functions):
             raise ValueError(
                 f"reward.weights has {len(self.weights)} numbers for the {len(self.functions)} names in "
                 "reward.functions; give one for each, or none at all."

@@ -84,7 +84,7 @@ def source_of(config: TrainConfig) -> SourceFacts:
         step=f"{rollout.prompts_per_step} prompts x {rollout.group_size} completions",
         scored_by="reward",
         scorers=config.reward.functions,
-        weights=config.reward.weights,
+        weights=config.reward.weights if isinstance(config.reward.weights, list) else (),
         max_sequence_tokens=both,
         max_completion_tokens=rollout.max_completion_tokens,
         limits=limits,

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from skylite.config.algorithm import SOURCES, AlgorithmConfig, CriticConfig, ImportanceConfig
 from skylite.config.base_section import LENGTH, MORE, SAFETY, UPDATE, WHAT, Flag, Section
 from skylite.config.engine import EngineConfig
-from skylite.config.judge import BASE, JUDGE
+from skylite.config.judge import BASE, EPISODE, JUDGE
 from skylite.config.lora import LoraConfig
 from skylite.config.resolved import Resolved
 from skylite.config.rollout import DataConfig, EnvConfig, RewardConfig, RolloutConfig, weight_of
@@ -247,6 +247,11 @@ class TrainConfig(Section):
                 f"rollout.group_size=1 leaves algorithm.name={self.algorithm.name} nothing to compare a "
                 "completion with (every advantage is 0); use 2 or more, 8 is usual."
             )
+        if self.algorithm.advantage == "pass_at_k" and self.algorithm.pass_k > self.rollout.group_size:
+            raise ValueError(
+                f"algorithm.pass_k={self.algorithm.pass_k} is over "
+                f"rollout.group_size={self.rollout.group_size}; a group must hold k completions."
+            )
         if self.rollout.prompts_per_step % self.algorithm.updates_per_step:
             raise ValueError(
                 f"algorithm.updates_per_step={self.algorithm.updates_per_step} must divide "
@@ -284,6 +289,17 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def check_env(self) -> Self:
         self.env.check_fits(self.rollout.max_prompt_tokens, self.algorithm.overlong_buffer_frac)
+        if self.env.episode and self.algorithm.reads_components:
+            limit_reward = self.env.limit_reward
+            if not isinstance(limit_reward, dict) and not self.has_judge:
+                raise ValueError(
+                    f"env.limit_reward={limit_reward:g} has no components, and "
+                    f"algorithm.{'at_most' if self.algorithm.limits else 'advantage=gdpo'} reads those that "
+                    "an episode returns as a dict; give the same names values here, for example "
+                    "env.limit_reward={right: 0.0, short: 0.0}."
+                )
+            own = list(limit_reward) if isinstance(limit_reward, dict) else [EPISODE]
+            self.algorithm.check_components([*own, JUDGE] if self.has_judge else own)
         return self
 
     @model_validator(mode="after")
@@ -338,9 +354,8 @@ class TrainConfig(Section):
 
     def component_weights(self, names: Sequence[str]) -> list[float]:
         """The weights of a reward's components, in the order in which the reward has them."""
-        if self.env.episode or not self.reward.weights:
-            return [weight_of(name, self.env.weights) for name in names]
-        return list(self.reward.weights)
+        weights = self.env.weights if self.env.episode else self.reward.weights or {}
+        return list(weights) if isinstance(weights, list) else [weight_of(n, weights) for n in names]
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from skylite.config.judge import BASE, JUDGE, JudgeConfig
+from skylite.config.judge import BASE, EPISODE, JUDGE, JudgeConfig
 from skylite.config.rollout import weight_of
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
@@ -34,8 +34,6 @@ from skylite.untrusted_files import read_bytes
 from skylite.untrusted_text import parse_json, plain
 
 logger = logging.getLogger(__name__)
-EPISODE = "episode"
-"""Component of an episode's own reward, if that is a number and a judge adds another one."""
 Shares = tuple[float, ...]
 
 
@@ -255,7 +253,7 @@ def no_points(settings: JudgeConfig, what: str, replies: int, last: str) -> RunF
 def judge_weight(config: TrainConfig) -> float:
     """The weight of the judge among reward.functions."""
     reward = config.reward
-    return reward.weights[reward.functions.index(JUDGE)] if reward.weights else 1.0
+    return config.component_weights(reward.functions)[reward.functions.index(JUDGE)]
 
 
 def wins(count: int, shares: Mapping[tuple[int, int], Shares | None]) -> list[float | None]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skylite.config.rollout import RewardParameters
+from skylite.config.rollout import RewardParameters, weight_of
 from skylite.errors import ConfigError, RunFailed
 from skylite.rewards.built_in import BUILT_IN, DEFAULTS, reference_completion
 from skylite.rewards.call_rewards import (
@@ -19,8 +19,8 @@ from skylite.rewards.call_rewards import (
     RewardFunction,
     SignatureProblem,
     finite_scores,
+    named_scores,
     reward_function,
-    score,
 )
 from skylite.types import Prompt, Score
 from skylite.user_functions import REWARD, UserCodeFailed, is_program, load_function, user_code
@@ -88,36 +88,56 @@ class Component:
     name: str
     function: RewardFunction
     weight: float
+    by_name: Mapping[str, float]
+    """Weights of the named numbers that it returns, see `weight_of`."""
 
 
 def load_components(
     specs: Sequence[str],
-    weights: Sequence[float] = (),
+    weights: Sequence[float] | Mapping[str, float] = (),
     example: Prompt | None = None,
     programs: Mapping[str, str] | None = None,
     parameters: RewardParameters = DEFAULTS,
 ) -> tuple[Component, ...]:
     """The functions behind the specs, in their order. Raises ConfigError.
 
-    `weights`: empty means 1 for each. `example`, `parameters`: as for `load_reward`. `programs`: spec ->
-    sha256 that the file must have; a spec that is not in it may have any content.
+    `weights`: of the functions, or of components by name; empty means 1 for each. `example`, `parameters`: as
+    for `load_reward`. `programs`: spec -> sha256 that the file must have; a spec that is not in it may have
+    any content.
     """
-    rows = zip(component_names(specs), specs, weights or [1.0] * len(specs), strict=True)
+    by_name, of_functions = (weights, ()) if isinstance(weights, Mapping) else ({}, weights)
+    ones = [1.0] * len(specs)
+    rows = zip(component_names(specs), specs, of_functions or ones, strict=True)
     hashes = programs or {}
     return tuple(
-        Component(name, load_reward(spec, parameters, example, hashes.get(spec)), weight)
+        Component(name, load_reward(spec, parameters, example, hashes.get(spec)), weight, by_name)
         for name, spec, weight in rows
     )
 
 
 def score_components(components: Sequence[Component], items: Sequence[Item]) -> list[Score]:
-    """For each item the weighted sum, and each function's unweighted score by name. NaN if a score is.
+    """For each item the weighted sum, and each function's unweighted scores by name. NaN if a score is.
 
-    Raises RunFailed, which names function and prompt, if a function raises or does not return numbers.
+    Raises RunFailed, which names function and prompt, if a function raises or does not return numbers, or if
+    two return one name.
     """
-    columns = {c.name: score(c.name, c.function, items) for c in components}
-    rows = [{name: values[i] for name, values in columns.items()} for i in range(len(items))]
-    return [Score(reward=sum(c.weight * row[c.name] for c in components), components=row) for row in rows]
+    columns = [named_scores(c.name, c.function, items) for c in components]
+    return [_sum(item, components, row) for item, *row in zip(items, *columns, strict=True)]
+
+
+def _sum(item: Item, components: Sequence[Component], row: Sequence[Mapping[str, float]]) -> Score:
+    reward, named = 0.0, dict[str, float]()
+    for component, values in zip(components, row, strict=True):
+        for name, value in values.items():
+            if name in named or name in OTHER_METRICS:
+                raise RunFailed(
+                    f"The reward function {component.name} returned {name!r} for prompt {item[0].id}, a name "
+                    f"that another {'metric' if name in OTHER_METRICS else 'component'} has.",
+                    "Return another name.",
+                )
+            reward += component.weight * weight_of(name, component.by_name) * value
+            named[name] = value
+    return Score(reward=reward, components=named)
 
 
 def component_names(specs: Sequence[str]) -> list[str]:

@@ -173,10 +173,16 @@ def reward_function(function: Callable[..., Any]) -> RewardFunction:
 
 
 def score(name: str, reward: RewardFunction, items: Sequence[Item]) -> list[float]:
-    """The rewards of completions. They may be NaN or infinite: trainer/anomaly.py handles such a step.
+    """The rewards of completions; of named numbers the first. As for `named_scores`."""
+    return [next(iter(values.values())) for values in named_scores(name, reward, items)]
 
-    Raises RunFailed with the prompt's id if the function raises (SystemExit too), returns something else than
-    a number for each completion, or asks for a column that the data does not have.
+
+def named_scores(name: str, reward: RewardFunction, items: Sequence[Item]) -> list[dict[str, float]]:
+    """What completions earned: a number under the function's name, or the named numbers that it returned.
+
+    They may be NaN or infinite: trainer/anomaly.py handles such a step. Raises RunFailed with the prompt's id
+    if the function raises (SystemExit too), returns something else than a number or named numbers for each
+    completion, or asks for a column that the data does not have.
     """
     if not items:
         return []
@@ -185,7 +191,7 @@ def score(name: str, reward: RewardFunction, items: Sequence[Item]) -> list[floa
         return _score_batch(name, reward, items, calls[0])
     if reward.is_async:
         values = _await_all(name, reward, items, calls)
-        return [_number(name, item, value) for item, value in zip(items, values, strict=True)]
+        return [_named(name, item, value) for item, value in zip(items, values, strict=True)]
     return [_score_one(name, reward, item, call) for item, call in zip(items, calls, strict=True)]
 
 
@@ -215,10 +221,10 @@ def finite_scores(name: str, reward: RewardFunction, items: Sequence[Item]) -> l
     return values
 
 
-def _score_one(name: str, reward: RewardFunction, item: Item, arguments: dict[str, Any]) -> float:
+def _score_one(name: str, reward: RewardFunction, item: Item, arguments: dict[str, Any]) -> dict[str, float]:
     with _blaming(name, item, signature=reward.signature):
         value = reward.function(**arguments)
-    return _number(name, item, value)
+    return _named(name, item, value)
 
 
 def _await_all(
@@ -258,7 +264,7 @@ def _await_all(
 
 def _score_batch(
     name: str, reward: RewardFunction, items: Sequence[Item], arguments: dict[str, Any]
-) -> list[float]:
+) -> list[dict[str, float]]:
     with _blaming(name, items[0], len(items), reward.signature):
         values = reward.function(**arguments)
         if reward.is_async:
@@ -272,7 +278,23 @@ def _score_batch(
             f"(first prompt {items[0][0].id}).",
             "Return a list with one number for each of completions.",
         )
-    return [_number(name, item, value) for item, value in zip(items, rewards, strict=True)]
+    return [_named(name, item, value) for item, value in zip(items, rewards, strict=True)]
+
+
+def _named(name: str, item: Item, value: object) -> dict[str, float]:
+    """A number under the function's name, or the function's own names. Raises RunFailed."""
+    if not isinstance(value, dict):
+        return {name: _number(name, item, value)}
+    if "score" in value:
+        raise RunFailed(
+            f"The reward function {name} returned a dict with 'score' for prompt {item[0].id}: verl takes "
+            "that as the reward, and skylite would add the others to it.",
+            "Return the number alone; or rename 'score', and let names that are only shown begin with "
+            "metric/.",
+        )
+    if not value or not all(isinstance(key, str) for key in value):
+        raise non_finite_reward(name, repr(value)[:200], item[0].id, item[1])
+    return {key: _number(f"{name} ({key})", item, number) for key, number in value.items()}
 
 
 def _number(name: str, item: Item, value: object) -> float:
@@ -284,7 +306,6 @@ def _number(name: str, item: Item, value: object) -> float:
     if not is_one:
         error = non_finite_reward(name, shown, item[0].id, item[1])
         error.hint = {
-            "dict": "Return a number, not verl's dict: its 'score'.",
             "NoneType": 'Return a number; TRL\'s None for "does not apply" is not supported.',
         }.get(type(value).__name__, error.hint)
         raise error

@@ -40,7 +40,7 @@ class RewardPool:
     def __init__(
         self,
         specs: Sequence[str],
-        weights: Sequence[float] = (),
+        weights: Sequence[float] | Mapping[str, float] = (),
         num_workers: int = 1,
         timeout_s: float = 600.0,
         programs: Mapping[str, str] | None = None,
@@ -71,7 +71,7 @@ class RewardPool:
             initializer=_start_worker,
             initargs=(
                 tuple(specs),
-                tuple(weights),
+                weights,
                 dict(programs or {}),
                 parameters,
                 os.getpid(),
@@ -157,7 +157,7 @@ def _worker_lost() -> ChildDied:
 
 def _start_worker(
     specs: Sequence[str],
-    weights: Sequence[float],
+    weights: Sequence[float] | Mapping[str, float],
     programs: Mapping[str, str],
     parameters: RewardParameters,
     parent: int,

@@ -32,6 +32,8 @@ from skylite.notes import Note, notes_of, warning
 from skylite.processes.child import Supervisor
 from skylite.processes.streams import printed_lines
 from skylite.rewards import load_components
+from skylite.rewards.built_in import BUILT_IN
+from skylite.rewards.call_rewards import named_scores
 from skylite.rewards.worker_pool import RewardPool
 from skylite.rollout.prompt_check import check_prompts, opened_tag, overlong_prompts, require_chats, show_tag
 from skylite.rollout.reward_check import blind_rewards, check_calls, check_references
@@ -143,14 +145,17 @@ class SingleTurnSource(Source):
         code = config.reward.code
         with printed_lines(log_printed):
             components = load_components(rewards, code.weights, train[0], programs, code)
-            if config.algorithm.advantage == "gdpo" and len(scored.rewards) < 2:
-                raise ConfigError(
-                    "algorithm.advantage=gdpo normalises each component of a reward on its own, and this "
-                    f"run has only {scored.rewards[0]}.",
-                    "Name two rewards or more with --reward, or use algorithm.name=grpo.",
-                )
             notes = check_references(code, info, train, components, programs)
             check_calls(rewards, config, train, programs, info.answer_template)
+            names = [
+                name
+                for spec, c in zip(rewards, components, strict=True)
+                for name in (
+                    [c.name] if spec in BUILT_IN else named_scores(c.name, c.function, [(train[0], "")])[0]
+                )
+            ]
+            names += [JUDGE] * (JUDGE in scored.rewards)
+            check_components(config, names, len(scored.rewards))
         return notes
 
     def check_prompts(
@@ -299,6 +304,21 @@ SOURCES: Mapping[str, Source] = {
     "episodes": EpisodesSource(),
     "offline": OfflineSource(),
 }
+
+
+def check_components(config: TrainConfig, names: Sequence[str], num_functions: int) -> None:
+    """Raise ConfigError if settings do not fit the components that the reward functions return."""
+    weights = config.reward.weights
+    if isinstance(weights, list) and weights and len(names) != num_functions:
+        raise ConfigError(
+            f"reward.weights has a number for each function, and the functions return {', '.join(names)}.",
+            "Give the weights by name: --set 'reward.weights={" + f"{names[0]}: 1.0" + ", ...}'.",
+        )
+    try:
+        config.algorithm.check_components(names, weights if isinstance(weights, dict) else {})
+    except ValueError as error:
+        what, _, hint = str(error).partition("; ")
+        raise ConfigError(f"{what}.", hint[:1].upper() + hint[1:]) from None
 
 
 def split_path(config: TrainConfig, split: str) -> Path:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -44,15 +45,25 @@ def save_checkpoint(
     step: int,
     config: TrainConfig,
     optimizers: Sequence[FlatAdamW],
+    learned: Mapping[str, float] = MappingProxyType({}),
 ) -> None:
     """Write `checkpoints/step-000010/` unless it exists. Rank 0 only. The parent deletes old checkpoints."""
     path = run.checkpoint_path(step)
     if not path.exists():
-        write_checkpoint(path, step, config, optimizers)
+        write_checkpoint(path, step, config, optimizers, learned)
 
 
-def write_checkpoint(path: Path, step: int, config: TrainConfig, optimizers: Sequence[FlatAdamW]) -> None:
-    """Write a checkpoint as the folder `path`, which does not exist. Rank 0 only. Raises WriteFailed."""
+def write_checkpoint(
+    path: Path,
+    step: int,
+    config: TrainConfig,
+    optimizers: Sequence[FlatAdamW],
+    learned: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """Write a checkpoint as the folder `path`, which does not exist. Rank 0 only. Raises WriteFailed.
+
+    `learned`: see algorithms/learned.py.
+    """
     with atomic_folder(path, checkpoint_bytes(optimizers)) as folder:
         files = {k.replace("/", "-"): part for x in optimizers for k, part in _parts(x, _moments(x)).items()}
         hashes = save_tensors(folder, files)
@@ -61,6 +72,7 @@ def write_checkpoint(path: Path, step: int, config: TrainConfig, optimizers: Seq
             "adapter_version": step,
             # Prompts and learning rate are functions of (seed, step), so the step is all they need.
             "next_step": step + 1,
+            "learned": dict(learned),
             "optimizer_updates": {x.name: _num_updates(x) for x in optimizers},
             "versions": {"skylite": skylite.__version__, **{name: version(name) for name in LIBRARIES}},
             "config": config.model_dump(mode="json"),
@@ -78,8 +90,10 @@ def checkpoint_bytes(optimizers: Sequence[FlatAdamW]) -> int:
     )
 
 
-def load_checkpoint(folder: Path, optimizers: Sequence[FlatAdamW]) -> int:
-    """Load a checkpoint into the optimizers. Returns its step.
+def load_checkpoint(
+    folder: Path, optimizers: Sequence[FlatAdamW], learned: dict[str, float] | None = None
+) -> int:
+    """Load a checkpoint into the optimizers and `learned`. Returns its step.
 
     Raises ModelError if the checkpoint is damaged or has other shapes.
     """
@@ -88,6 +102,7 @@ def load_checkpoint(folder: Path, optimizers: Sequence[FlatAdamW]) -> int:
         state = parse_json(read_text(folder / "state.json"))
         step = int(state["step"])
         updates = {x.name: int(state["optimizer_updates"][x.name]) for x in optimizers}
+        numbers = {str(name): float(value) for name, value in state["learned"].items()}
         moments = {x.name: _empty_moments(x) if updates[x.name] else {} for x in optimizers}
         tensors = {
             name: t
@@ -102,13 +117,15 @@ def load_checkpoint(folder: Path, optimizers: Sequence[FlatAdamW]) -> int:
                 "Use the config.json of the run that wrote it.",
             )
         load_tensors(folder, tensors)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ModelError(
             f"The checkpoint {folder} cannot be read: {error}.",
             "Resume from an older checkpoint: --resume RUN --at STEP.",
         ) from None
     for optimizer in optimizers:
         _restore_optimizer(optimizer, moments[optimizer.name], updates[optimizer.name])
+    if learned is not None:
+        learned.update(numbers)
     return step
 
 

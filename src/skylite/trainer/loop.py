@@ -316,6 +316,8 @@ def try_step(state: LoopState, examples: list[TrainingExample], step: int) -> St
     metrics, anomaly, hint = train_or_roll_back(
         state.optimizers, state.dist, compute, find_anomaly, lambda: publish_version(state, step)
     )
+    if not anomaly:
+        state.trainer.learn(metrics)
     return StepResult(metrics, anomaly, (started, ended), hint, facts=facts)
 
 

@@ -50,6 +50,7 @@ def train_step(
         sums.is_first_update = False
     if facts is not None and examples[0].sampling_logprobs is not None:
         facts["rollout_gaps"] = rollout_gaps(table, sums.scored, step, trainer.config, trainer.dist)
+    rates |= trainer.algorithm.learned_metrics(table.components)
     return step_metrics(table, sums, trainer.algorithm, trainer.config, trainer.dist) | rates
 
 

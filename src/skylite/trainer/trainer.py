@@ -6,9 +6,10 @@ All ranks call each verb. `step.py` makes a step of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -37,14 +38,14 @@ PolicyName = Literal["policy", "critic"]
 """The reference policy has no parameters of its own to train: `model.policy.reference_policy`."""
 
 
-def make_algorithm(config: TrainConfig) -> Algorithm:
-    """The algorithm that `algorithm.name` and its settings choose."""
+def make_algorithm(config: TrainConfig, learned: Mapping[str, float] = MappingProxyType({})) -> Algorithm:
+    """The algorithm that `algorithm.name` and its settings choose. `learned`: see `Trainer.learned`."""
     algorithm = config.algorithm
     if algorithm.name == "sft":
         return SupervisedFineTuning(algorithm.updates_per_step)
     if algorithm.name == "dpo":
         return DirectPreferenceOptimization(algorithm.beta, algorithm.updates_per_step)
-    return PolicyGradient(algorithm, config.importance)
+    return PolicyGradient(algorithm, config.importance, learned)
 
 
 def make_trainer(policy: Policy, config: TrainConfig, dist: Dist) -> Trainer:
@@ -76,10 +77,12 @@ class Trainer:
     policy: Policy
     optimizer: FlatAdamW
     critic: Critic | None = None
+    learned: dict[str, float] = field(default_factory=dict)
+    """What the run learns besides its adapter (algorithms/learned.py); changes in place."""
 
     @property
     def algorithm(self) -> Algorithm:
-        return make_algorithm(self.config)
+        return make_algorithm(self.config, self.learned)
 
     @property
     def optimizers(self) -> dict[PolicyName, FlatAdamW]:
@@ -145,10 +148,14 @@ class Trainer:
         """
         return self.optimizers[name].update(self.dist)
 
+    def learn(self, metrics: Mapping[str, float]) -> None:
+        """Change what the run learns besides its adapter, after a step whose updates stand."""
+        self.learned.update(self.algorithm.learn(metrics))
+
     def save(self, run: RunDir, step: int) -> None:
         """Write the checkpoint of `step` unless it exists. Rank 0 writes."""
         if self.dist.is_main:
-            save_checkpoint(run, step, self.config, list(self.optimizers.values()))
+            save_checkpoint(run, step, self.config, list(self.optimizers.values()), self.learned)
 
     def publish(self, run_config: RunConfig, version: int, canary: Canary) -> dict[str, float]:
         """Write the policy as `policy-v000012/`, for the engines. Returns metrics. Rank 0 writes.
@@ -164,7 +171,7 @@ class Trainer:
 
     def load(self, checkpoint: Path) -> int:
         """Load the parameters and optimizers of all policies. Returns the checkpoint's step."""
-        return load_checkpoint(checkpoint, list(self.optimizers.values()))
+        return load_checkpoint(checkpoint, list(self.optimizers.values()), self.learned)
 
     def _policy_pass(self, micro: MicroBatch, sums: MetricSums) -> None:
         """A separate function, so that its graph is freed before the next micro-batch."""
