@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import resource
 import subprocess
@@ -166,8 +167,8 @@ def digest(path: Path) -> str:
 def distance(ours: Path, alone: Path) -> float:
     """Norm of the difference of two adapters over the norm of the second."""
     a, b = load_file(ours), load_file(alone)
-    difference = sum(float((a[name] - b[name]).square().sum()) for name in b) ** 0.5
-    return round(difference / sum(float(t.square().sum()) for t in b.values()) ** 0.5, 6)
+    difference = math.sqrt(sum(float((a[name] - b[name]).square().sum()) for name in b))
+    return round(difference / math.sqrt(sum(float(t.square().sum()) for t in b.values())), 6)
 
 
 if __name__ == "__main__":

@@ -163,5 +163,5 @@ def test_no_gap_may_exceed_the_tolerance_with_the_adapter_or_without(where: str,
     assert not is_refused(right)
     values = list(getattr(right, where))
     values[3] += gap
-    assert is_refused(replace(right, **{where: values}))
+    assert is_refused(replace(right, **{where: values}))  # type: ignore[arg-type]
     assert is_refused(replace(right, engine_base=[x + 0.0021 for x in right.base]))

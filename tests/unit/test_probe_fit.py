@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from skylite.export.probe import Floats, Probe, Share, fit, least_squares, with_verdict
+from skylite.engine.canary_kinds import Floats, least_squares
+from skylite.export.probe import Probe, Share, fit, with_verdict
 
 TOKENS, NOISE = 300, 0.02
 RANDOM = np.random.default_rng(0)
@@ -33,7 +34,8 @@ def test_least_squares_by_hand() -> None:
     change, errors = least_squares(np.stack([a, 0 * a], axis=1), 2 * a + np.array([0, 0, 0.9]))
     rest = 2 * a + np.array([0, 0, 0.9]) - 2.2 * a
     assert change.tolist() == pytest.approx([2.2, 0])
-    assert errors.tolist() == pytest.approx([np.sqrt(np.square(rest).sum() / 1 / 9), np.inf])
+    # White's errors: each token's own rest, with 3 / (3 - 2) for three tokens and two kinds.
+    assert errors.tolist() == pytest.approx([np.sqrt(3 * np.square(a / 9 * rest).sum()), np.inf])
 
 
 RIGHT, WEAK = Share(1.0, 0.01), Share(-3.0, 2.0)

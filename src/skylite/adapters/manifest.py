@@ -49,6 +49,8 @@ class Canary(BaseModel):
     """[S][L - 1] with the adapter."""
     base_logprobs: list[list[float]]
     """[S][L - 1] without the adapter."""
+    effects: dict[str, list[list[float]]] = {}
+    """Kind of module (q_proj) -> [S][L - 1] what its LoRA does to the logprobs, in some versions."""
     image: CanaryImage | None = None
     """None: the adapter changes nothing that reads images."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from skylite.adapters.manifest import SEQUENCES_PER_VERSION, Canary, read_manifest
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.data.images import picture
+from skylite.engine.canary_kinds import check_kinds, read_kinds
 from skylite.engine.canary_limits_bf16 import (
     MAX_VISIBLE,
     Scores,
@@ -18,7 +19,7 @@ from skylite.engine.canary_limits_bf16 import (
     read_together,
 )
 from skylite.engine.canary_limits_float32 import check_float32, read_float32
-from skylite.engine.canary_reading import CanaryReading
+from skylite.engine.canary_reading import CanaryReading, KindShare
 from skylite.engine.interface import BASE_NAME, Engine
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import IMAGE, ImageTokens, Prompt
@@ -109,8 +110,9 @@ async def verify(
         return _check_paired(client, adapter, now, earlier)
     found = read_float32(joined(now.values()))
     check_float32(adapter.name, client.name, found, tolerance)
+    kinds = _checked_kinds(client, adapter, now)
     earlier.before = now
-    return found.reading
+    return replace(found.reading, kinds=kinds)
 
 
 async def verify_folder(client: Engine, adapter: AdapterVersion, tolerance: float | None) -> CanaryReading:
@@ -129,14 +131,24 @@ def _check_paired(
     found, found_together = read_paired(joined(now.values())), read_together((together or now).values())
     check_paired(adapter.name, client.name, found)
     check_paired(f"{adapter.name} (judged with the versions before it)", client.name, found_together)
+    kinds = _checked_kinds(client, adapter, together)
     earlier.before, earlier.newest = now, together
     return replace(
         found.reading,
+        kinds=kinds,
         projection=found_together.reading.projection,
         projection_error=found_together.reading.projection_error,
         visible=found_together.projection_limit,
         is_verified=found.is_told_apart and found_together.projection_limit <= MAX_VISIBLE,
     )
+
+
+def _checked_kinds(
+    client: Engine, adapter: AdapterVersion, scores: dict[CanaryTokens, Scores]
+) -> dict[str, KindShare]:
+    kinds = read_kinds(scores.values())
+    check_kinds(adapter.name, client.name, kinds)
+    return kinds
 
 
 async def _score_all(
@@ -148,8 +160,8 @@ async def _score_all(
     the same batch. The first canary of an engine comes before any sampling.
     """
     found = {}
-    rows = zip(canary.sequences, canary.policy_logprobs, canary.base_logprobs, strict=True)
-    for sequence, policy, base in rows:
+    pairs = zip(canary.sequences, canary.policy_logprobs, canary.base_logprobs, strict=True)
+    for index, (sequence, policy, base) in enumerate(pairs):
         ids = tuple(sequence)
         prompt = canary.prompt(ids)
         engine = await client.score(name, prompt)
@@ -163,5 +175,6 @@ async def _score_all(
             base=base,
             engine_before=before.engine if before else None,
             policy_before=before.policy if before else None,
+            effects={kind: rows[index] for kind, rows in canary.effects.items()},
         )
     return found

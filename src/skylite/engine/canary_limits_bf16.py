@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from skylite.engine.canary_reading import CanaryReading, differences, mean_abs
 from skylite.errors import SyncFailed
@@ -59,6 +59,8 @@ class Scores:
     """[M] with the version before, if the engine has served one."""
     policy_before: Sequence[float] | None = None
     """[M]"""
+    effects: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Kind of module -> [N] what its LoRA does to the logprobs; empty where the version has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

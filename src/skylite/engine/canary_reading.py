@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+MAX_KIND_LIMIT = 0.5
+"""A kind of module is judged if half of it would be missed."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindShare:
+    """How much of a kind's LoRA the engine applies: 1 is all."""
+
+    share: float
+    limit: float
+    """How far it may be from 1."""
+
+    @property
+    def is_told(self) -> bool:
+        return self.limit < MAX_KIND_LIMIT
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.is_told and abs(self.share - 1) > self.limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +51,9 @@ class CanaryReading:
     """Whether the adapter is told from the base and from the version before, and faults of parts would be
     seen. Otherwise the move is too small to tell: nothing is wrong, but little is shown."""
 
+    kinds: Mapping[str, KindShare] = field(default_factory=dict)
+    """Kind of module -> how much of it is applied; empty for a version without effects."""
+
     @property
     def verdict(self) -> str:
         """In words."""
@@ -51,6 +74,7 @@ class CanaryReading:
         }
         if not math.isnan(self.gap_max):
             metrics["canary/verified"] = float(self.is_verified)
+        metrics |= {f"canary/kind/{kind}": found.share for kind, found in self.kinds.items() if found.is_told}
         return metrics | {name: value for name, value in optional.items() if math.isfinite(value)}
 
 

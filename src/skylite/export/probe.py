@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from skylite.engine.canary_kinds import Floats, least_squares, rms
 from skylite.errors import ModelError
 from skylite.export.canary_check import flat, load_float32, model_logprobs
 
-Floats = NDArray[np.float64]
 SEQUENCES, TOKENS = 8, 48
 """How many short texts are scored, and their tokens."""
 DEPTHS = (0, 64, 256, 1024, 4096, 16384)
@@ -220,20 +219,6 @@ def effect_of(at: Callable[[Floats], Floats], factors: Floats, index: int) -> Fl
     return (at(factors) - at(less)) / DIFFERENCE
 
 
-def least_squares(effects: Floats, rest: Floats) -> tuple[Floats, Floats]:
-    """The [K] changes that explain `rest` [T] best by effects [T, K], and their standard errors.
-
-    The error of a kind without any effect is infinite, and its change 0.
-    """
-    change = np.linalg.lstsq(effects, rest, rcond=1e-10)[0].astype(np.float64)
-    variance = np.square(rest - effects @ change).sum() / max(1, len(rest) - len(change))
-    scale = np.linalg.norm(effects, axis=0)
-    unit = effects / np.where(scale > 0, scale, 1)
-    spread = np.diag(np.linalg.pinv(unit.T @ unit, rcond=1e-10))
-    errors: Floats = np.sqrt(variance * spread) / np.where(scale > 0, scale, 1)
-    return change, np.where(scale > 0, errors, np.inf)
-
-
 def by_depth(model: AdaptedModel, long: list[int], server: ServerScores) -> dict[str, Share]:
     """The share of the whole adapter that is applied in each part of the long text."""
     right, base = (model.logprobs([long], dict.fromkeys(model.kinds, x)) for x in (1.0, 0.0))
@@ -278,7 +263,3 @@ def with_verdict(probe: Probe) -> Probe:
     else:
         return replace(probe, verdict="applied", is_applied=True)
     return replace(probe, verdict=verdict)
-
-
-def rms(values: Floats) -> float:
-    return float(np.sqrt(np.square(values).mean()))

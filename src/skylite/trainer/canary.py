@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from skylite.adapters.manifest import SEQUENCES_PER_VERSION, CanaryImage
 from skylite.algorithms.kl import k3
@@ -18,7 +19,11 @@ from skylite.model.packing import pack_tokens
 from skylite.model.policy import Policy, reference_policy, score
 from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
+from skylite.trainer.optimizer import is_b_matrix
 from skylite.types import ImageTokens, completion_example
+
+EFFECTS_EVERY = 8
+"""Versions in float32 from one with effects to the next: they cost a pass for each kind of module."""
 
 
 def wait_for_canary(run: RunDir, dist: Dist) -> tuple[list[list[int]], ImageTokens | None]:
@@ -73,6 +78,14 @@ def sequences_of(version: int, count: int) -> list[int]:
     return [(version - 1 + k) % count for k in range(SEQUENCES_PER_VERSION)]
 
 
+def has_effects(version: int, dtype: torch.dtype) -> bool:
+    """Whether the canary of a version also tells the kinds of modules apart.
+
+    In bfloat16 all do, because only many versions together show a kind. Version 0 equals the base.
+    """
+    return version > 0 and (dtype == torch.bfloat16 or version % EFFECTS_EVERY == 1)
+
+
 def longest_prompt(run: RunDir) -> int:
     """Tokens of the longest training prompt, which the parent has looked up."""
     return run.read_count(run.canary_path, "longest_prompt_tokens")
@@ -93,6 +106,41 @@ def canary_logprobs(
     with torch.no_grad(), exact:
         logprobs, _ = score(replace(policy, dtype=torch.float32), tokens, temperature=1.0)
     return [part.tolist() for part in torch.split(logprobs, [len(s) - 1 for s in sequences])]
+
+
+def kind_effects(
+    policy: Policy,
+    sequences: Sequence[list[int]],
+    logprobs: Sequence[Sequence[float]],
+    image: ImageTokens | None = None,
+) -> dict[str, list[list[float]]]:
+    """Kind of module -> [S][L - 1] what the `logprobs` lose without its LoRA.
+
+    The B matrices of one kind at a time are 0 for a pass, then get their bits back. All ranks call it.
+    """
+    effects = {}
+    for kind, matrices in _b_matrices(policy).items():
+        saved = [matrix.detach().clone() for matrix in matrices]
+        with torch.no_grad():
+            torch._foreach_zero_(matrices)
+            without = canary_logprobs(policy, sequences, image)
+            torch._foreach_copy_(matrices, saved)
+        effects[kind] = [
+            [a - b for a, b in zip(row, less, strict=True)]
+            for row, less in zip(logprobs, without, strict=True)
+        ]
+    return effects
+
+
+def _b_matrices(policy: Policy) -> dict[str, list[Tensor]]:
+    """By the last name of their module."""
+    found: dict[str, list[Tensor]] = {}
+    for name, parameter in policy.lora.items():
+        if is_b_matrix(name):
+            module = name.partition(".lora_")[0].split(".")
+            kind = next(part for part in reversed(module) if part != "base_layer")
+            found.setdefault(kind, []).append(parameter)
+    return found
 
 
 def base_canary_logprobs(

@@ -37,6 +37,8 @@ from skylite.trainer.canary import (
     base_canary_logprobs,
     canary_logprobs,
     check_reference,
+    has_effects,
+    kind_effects,
     sequences_of,
     wait_for_canary,
 )
@@ -354,11 +356,12 @@ def score_canary(state: LoopState, version: int) -> Canary:
     logprobs = canary_logprobs(state.policy, sequences, image)
     if not all(math.isfinite(x) for row in logprobs for x in row):
         raise TrainingDiverged(f"the logprobs of {adapter_name(version)} on the canary are not finite", "")
-    base_logprobs = [state.base_logprobs[index] for index in chosen]
+    has = has_effects(version, state.policy.dtype)
     return Canary(
         sequences=sequences,
         policy_logprobs=logprobs,
-        base_logprobs=base_logprobs,
+        base_logprobs=[state.base_logprobs[index] for index in chosen],
+        effects=kind_effects(state.policy, sequences, logprobs, image) if has else {},
         image=None if image is None else CanaryImage.of(image),
     )
 
