@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from skylite.adapters.manifest import SEQUENCES_PER_VERSION, Canary, read_manifest
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.data.images import picture
-from skylite.engine.canary_kinds import check_kinds, read_kinds
+from skylite.engine.canary_kinds import check_kinds, explained_by, read_kinds
 from skylite.engine.canary_limits_bf16 import (
     MAX_VISIBLE,
     Scores,
@@ -19,8 +19,9 @@ from skylite.engine.canary_limits_bf16 import (
     read_together,
 )
 from skylite.engine.canary_limits_float32 import check_float32, read_float32
-from skylite.engine.canary_reading import CanaryReading, KindShare
+from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.interface import BASE_NAME, Engine
+from skylite.errors import SyncFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import IMAGE, ImageTokens, Prompt
 
@@ -106,13 +107,20 @@ async def verify(
     """
     earlier = earlier or EarlierAnswers()
     now = await _score_all(client, adapter.name, canary, earlier)
-    if tolerance is None:
-        return _check_paired(client, adapter, now, earlier)
-    found = read_float32(joined(now.values()))
-    check_float32(adapter.name, client.name, found, tolerance)
-    kinds = _checked_kinds(client, adapter, now)
-    earlier.before = now
-    return replace(found.reading, kinds=kinds)
+    judged = now if tolerance is not None else _with_newest(now, earlier)
+    kinds = read_kinds(judged.values())
+    try:
+        if tolerance is None:
+            reading = _check_paired(client, adapter, now, judged)
+        else:
+            found = read_float32(joined(now.values()))
+            check_float32(adapter.name, client.name, found, tolerance)
+            reading = found.reading
+    except SyncFailed as error:
+        raise SyncFailed(f"{error.what} {explained_by(kinds)}".strip(), error.hint) from None
+    check_kinds(adapter.name, client.name, kinds)
+    earlier.before, earlier.newest = now, judged
+    return replace(reading, kinds=kinds)
 
 
 async def verify_folder(client: Engine, adapter: AdapterVersion, tolerance: float | None) -> CanaryReading:
@@ -125,17 +133,16 @@ async def verify_folder(client: Engine, adapter: AdapterVersion, tolerance: floa
 
 
 def _check_paired(
-    client: Engine, adapter: AdapterVersion, now: dict[CanaryTokens, Scores], earlier: EarlierAnswers
+    client: Engine,
+    adapter: AdapterVersion,
+    now: dict[CanaryTokens, Scores],
+    together: dict[CanaryTokens, Scores],
 ) -> CanaryReading:
-    together = earlier.newest | {ids: scores for ids, scores in now.items() if scores.policy != scores.base}
     found, found_together = read_paired(joined(now.values())), read_together((together or now).values())
     check_paired(adapter.name, client.name, found)
     check_paired(f"{adapter.name} (judged with the versions before it)", client.name, found_together)
-    kinds = _checked_kinds(client, adapter, together)
-    earlier.before, earlier.newest = now, together
     return replace(
         found.reading,
-        kinds=kinds,
         projection=found_together.reading.projection,
         projection_error=found_together.reading.projection_error,
         visible=found_together.projection_limit,
@@ -143,12 +150,8 @@ def _check_paired(
     )
 
 
-def _checked_kinds(
-    client: Engine, adapter: AdapterVersion, scores: dict[CanaryTokens, Scores]
-) -> dict[str, KindShare]:
-    kinds = read_kinds(scores.values())
-    check_kinds(adapter.name, client.name, kinds)
-    return kinds
+def _with_newest(now: dict[CanaryTokens, Scores], earlier: EarlierAnswers) -> dict[CanaryTokens, Scores]:
+    return earlier.newest | {ids: scores for ids, scores in now.items() if scores.policy != scores.base}
 
 
 async def _score_all(

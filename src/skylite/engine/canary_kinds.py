@@ -45,13 +45,18 @@ def read_kinds(scores: Iterable[Scores]) -> dict[str, KindShare]:
 
 def check_kinds(name: str, engine: str, kinds: Mapping[str, KindShare]) -> None:
     """Raise SyncFailed if the engine leaves out a kind of module, or applies it with another factor."""
-    wrong = {kind: found for kind, found in kinds.items() if found.is_wrong}
-    if wrong:
-        listed = ", ".join(f"{k} {f.share:.2f} (expected 1 +- {f.limit:.2g})" for k, f in wrong.items())
+    if any(found.is_wrong for found in kinds.values()):
         raise SyncFailed(
-            f"{engine} applies only parts of the adapter {name} that the trainer published: {listed}.",
+            f"{engine} does not sample from the adapter {name} that the trainer published. "
+            f"{explained_by(kinds)}",
             "Its LoRA does not cover these modules. Read its log, or leave them out of lora.target_modules.",
         )
+
+
+def explained_by(kinds: Mapping[str, KindShare]) -> str:
+    """A sentence on the kinds that are applied in part, or ""."""
+    listed = ", ".join(f"{k} {f.share:.2f} +- {f.limit:.2g}" for k, f in kinds.items() if f.is_wrong)
+    return f"Shares of LoRA that it applies, where 1 is right: {listed}." if listed else ""
 
 
 def least_squares(effects: Floats, rest: Floats) -> tuple[Floats, Floats]:
