@@ -2,6 +2,7 @@
 
 SkyliteError              bad input or a broken environment; printed as one sentence, exit code 2
 |- ConfigError            recipe, flag or `--set` value
+|  '- DoesNotFit          the memory plan does not allow it
 |- DataError              a data set, row or parquet file
 |- ModelError             a model or adapter folder
 '- RunFailed              a started run stopped; exit code 1
@@ -53,6 +54,10 @@ class SkyliteError(Exception):
 
 class ConfigError(SkyliteError):
     """A recipe, flag or `--set` value is invalid."""
+
+
+class DoesNotFit(ConfigError):
+    """Engines and trainer do not fit into the memory together."""
 
 
 class DataError(SkyliteError):

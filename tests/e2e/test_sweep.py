@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -60,22 +61,31 @@ def train_alone(project: Project, name: str, *extra: str, steps: int = STEPS) ->
 
 
 def test_each_policy_gets_the_adapters_of_its_lone_run(project: Project) -> None:
-    keep = ("--set", "sync.keep_last=9")
+    """Also if the sweep is halved after step 2, killed when the first policy has got there, and resumed."""
+    keep, root = ("--set", "sync.keep_last=9"), project.root / "sweep"
     grid = ("--grid", "lora.rank=4,8", "--grid", 'lora.target_modules=["q_proj","v_proj"],all-linear')
-    done = project.run(*sweep_args(project, *grid, *keep, "--together", "3"))
+    halve = ("--set", "eval.limit=4", "--set", "eval.every=2", "--halve-every", "2", "--together", "3")
+    process = project.start(*sweep_args(project, *grid, *keep, *halve))
+    try:
+        wait_until((root / "rungs.json").exists)
+    finally:
+        kill_all(process)
+    done = project.run("sweep", "--resume", "sweep")
     assert done.returncode == 0, done.stderr
-    policies = json.loads((project.root / "sweep/sweep.json").read_text())["policies"]
+    policies = json.loads((root / "sweep.json").read_text())["policies"]
     names = [f"rank-{r}_target_modules-{t}" for r in (4, 8) for t in ("q-proj-v-proj", "all-linear")]
     assert [*policies] == names
-    for name in (names[0], names[3]):
-        chosen = [w for k, v in policies[name].items() for w in ("--set", f"{k}={json.dumps(v)}")]
-        alone, run = train_alone(project, f"alone-{name}", *chosen, *keep), project.root / "sweep" / name
-        assert len(hashes(run)) == STEPS + 1
-        assert hashes(run) == hashes(alone), name
-    assert all((project.root / "sweep" / n / "checkpoints/step-000003").exists() for n in names)
+    scores = {n: json.loads((root / n / "evals/step-v000002.json").read_text())["mean"] for n in names}
+    stay = [n for n in names if sum(score > scores[n] for score in scores.values()) < 2]
+    assert len(stay) == 2, scores
+    assert {n: number_of_steps(RunDir(root / n)) for n in names} == {n: 2 + (n in stay) for n in names}
+    chosen = [w for k, v in policies[stay[-1]].items() for w in ("--set", f"{k}={json.dumps(v)}")]
+    alone = train_alone(project, "alone-of-sweep", *chosen, *keep)
+    assert len(hashes(alone)) == STEPS + 1
+    assert hashes(root / stay[-1]) == hashes(alone)
     table = done.stdout.splitlines()
-    assert sum("done" in line and "step 3" in line for line in table) == 4
-    assert "none is the best" in table[-1]
+    assert sum("done" in line and "step 3" in line for line in table) == 2
+    assert sum("left" in line and "2 of 4 were higher" in line for line in table) >= 1
     report = project.run("report", "sweep")
     assert report.returncode == 0, report.stderr
     assert table[-1] in report.stdout
@@ -100,13 +110,10 @@ def test_failures_leave_the_others_alone_and_a_killed_sweep_resumes(project: Pro
             before = number_of_steps(good)
             kill(process.pid, name)
             wait_until(partial(has_step, good, before + 1))
-        project.run("sweep", "--stop", str(stopped.root))
+        project.run("sweep", "stop", str(stopped.root))
         wait_until(lambda: read_status(stopped.status_path).phase == "stopped" or has_step(stopped, steps))
     finally:
-        tree = descendants(process.pid)
-        process.kill()
-        process.wait()
-        wait_gone(tree)
+        kill_all(process)
     at = number_of_steps(stopped)
     resumed = project.run("sweep", "--resume", "faults")
     assert "under anomaly.min_reward=2" in str(read_status(lost[0].status_path).error)
@@ -116,6 +123,14 @@ def test_failures_leave_the_others_alone_and_a_killed_sweep_resumes(project: Pro
     alone = train_alone(project, "alone", "--set", "seed=0", steps=steps)
     last = RunDir(alone).default_adapters / f"policy-v{steps:06d}/adapter_model.safetensors"
     assert last.read_bytes() == (good.default_adapters / last.parent.name / last.name).read_bytes()
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """Kill the command, and wait until all that it started is gone."""
+    tree = descendants(process.pid)
+    process.kill()
+    process.wait()
+    wait_gone(tree)
 
 
 def number_of_steps(run: RunDir) -> int:

@@ -26,8 +26,8 @@ FLAGS = {
     "sweep": {
         "--recipe", "--model", "--data", "--rank", "--alpha", "--steps", "--epochs", "--lr",
         "--group-size", "--seed", "--reward", "--env", "--from-adapter", "--max-restarts", "--log", "--set",
-        "--chat-template", "--template-arg", "--grid", "--seeds", "--together", "--out", "--resume", "--stop",
-        "--dry-run", *LOGGING,
+        "--chat-template", "--template-arg", "--grid", "--seeds", "--together", "--halve-every", "--out",
+        "--resume", "--dry-run", *LOGGING,
     },
     "eval": {
         "--base", "--model", "--data", "--env", "--split", "--limit", "--n", "--step", "--steps", "--all",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ def unknown(line: str) -> list[str]:
     flags = {
         flag: param for param in command.get_params(context) for flag in (*param.opts, *param.secondary_opts)
     }
-    found, places = [], sum(param.param_type_name == "argument" for param in command.params)
+    arguments = [param.nargs for param in command.params if param.param_type_name == "argument"]
+    found, places = [], math.inf if -1 in arguments else len(arguments)
     while words:
         word, _, value = words.pop(0).partition("=")
         if word.startswith("-"):
@@ -65,6 +67,7 @@ def test_commands_in_the_text_are_found(tmp_path: Path) -> None:
         ("skylite eval RUN --sample 4", ["--sample", "4"]),
         ("skylite adapters clean", ["clean"]),
         ("skylite runs A B", ["B"]),
+        ("skylite report A B", []),
     ],
 )
 def test_unknown_words_are_found(line: str, found: list[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from skylite.cli.train_defaults import find_recipe
 from skylite.config.train import TrainConfig
 from skylite.engine.vllm.launcher import VllmLauncher
-from skylite.errors import ConfigError
+from skylite.errors import ConfigError, DoesNotFit
 from skylite.notes import Note, log_notes
 from skylite.resources import gpu_memory_plan
 from skylite.resources.gpu_memory_plan import (
@@ -225,6 +225,16 @@ def test_a_cpu_run_that_no_single_setting_saves_names_all_that_help(
         "; use trainer.checkpointing=full, a smaller rollout.max_completion_tokens, a smaller "
         "engine.kv_cache_gib, fewer ranks or engines or a smaller model"
     ), note
+
+
+def test_several_policies_that_do_not_fit_are_refused_on_a_cpu_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rank 128 of the 0.5B has 70 million parameters, 1.8 GiB with gradient and moments."""
+    lora = {"rank": 128}
+    assert cpu_note(monkeypatch, tmp_path / "m", 30, lora=lora).startswith("memory: about ")
+    with pytest.raises(DoesNotFit, match=r"16 policies at once do not fit \(memory: the run needs about "):
+        cpu_note(monkeypatch, tmp_path / "m", 30, lora=lora, engine={"policies": 16})
 
 
 def test_the_engines_part_is_the_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

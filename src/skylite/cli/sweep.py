@@ -8,11 +8,12 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from pydantic import Field
 
 from skylite.cli.options import RUNS, numbers
@@ -20,12 +21,13 @@ from skylite.cli.setting_flags import Flags, takes_settings
 from skylite.config.base_section import LENGTH, RUN, SAFETY, WHAT, Flag
 from skylite.config.provenance import Provenance, Typed, parse_value
 from skylite.config.train import all_settings
-from skylite.errors import ConfigError
+from skylite.errors import ConfigError, DoesNotFit
 from skylite.run.sweep_dir import SweepDir
 from skylite.ui.logs import run_log, show, show_printed
 
 if TYPE_CHECKING:
     from skylite.rollout.plan import RunPlan
+    from skylite.rollout.sweep import End
 
 logger = logging.getLogger(__name__)
 SHARED = ("model", "engine", "trainer", "shared_network", "lora.lora_sync_path", "lora.target_parameters")
@@ -37,6 +39,14 @@ class SweepFlags(Flags):
     """The flags of `skylite sweep` that are not settings."""
 
     provenance: Provenance
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="stop POLICY",
+            help="stop runs/sweep/rank-8: this policy leaves a running sweep after its step; its run stays.",
+            show_default=False,
+        ),
+    ] = None
     recipe: Annotated[str | None, Flag("--recipe", WHAT, default="the bundled one for this machine")] = None
     """TOML or YAML file, or the name of a bundled recipe: what all policies have in common."""
     grid: Annotated[
@@ -45,14 +55,14 @@ class SweepFlags(Flags):
     """A setting to vary, with its values. Repeatable: every combination is a policy."""
     seeds: Annotated[str | None, Flag("--seeds", WHAT, default="the seed of the recipe")] = None
     """Seeds such as 0,1,2: every combination is trained with each."""
-    together: Annotated[int | None, Flag("--together", LENGTH, default="all")] = Field(None, ge=1)
-    """Policies that train at the same time; more run in turns. Memory is planned for so many."""
+    together: Annotated[int | None, Flag("--together", LENGTH, default="as many as fit")] = Field(None, ge=1)
+    """Policies that train at the same time; more run in turns. The memory plan must allow so many."""
+    halve_every: Annotated[int | None, Flag("--halve-every", LENGTH, default="off")] = Field(None, ge=1)
+    """Every so many steps the worse half of the settings leaves, by held-out score (eval.every)."""
     out: Annotated[Path | None, Flag("--out", RUN, default="runs/sweep-DATE")] = None
     """Folder of the new sweep, with a run folder for each policy."""
     resume: Annotated[Path | None, Flag("--resume", RUN, default="start a new sweep")] = None
     """Resume every policy of this sweep that is not done, stopped or failed."""
-    stop: Annotated[Path | None, Flag("--stop", RUN, default="stop nothing")] = None
-    """SWEEP/POLICY: let this policy leave a running sweep after its step. Its run stays."""
     dry_run: Annotated[bool, Flag("--dry-run", SAFETY)] = False
     """Check everything, list the policies, start nothing."""
 
@@ -63,20 +73,21 @@ def sweep(flags: SweepFlags) -> None:
 
     Exits 130 after a clean stop by Ctrl-C, and 1 if a policy failed.
     """
-    if flags.stop is not None:
-        _stop_policy(flags)
+    if flags.words:
+        _stop_policy(flags, flags.words)
         return
     if flags.dry_run:
         show_printed()
-    results = _resume(flags) if flags.resume is not None else _start(flags)
-    if any(result == "stopped" for result in results.values()):
+    ends = {end.how for end in (_resume(flags) if flags.resume is not None else _start(flags)).values()}
+    if "stopped" in ends:
         sys.exit(130)
-    if any(result not in ("done", "planned") for result in results.values()):
+    if "failed" in ends:
         sys.exit(1)
 
 
-def _start(flags: SweepFlags) -> dict[str, str]:
+def _start(flags: SweepFlags) -> Mapping[str, End]:
     from skylite.cli.train import plan_new
+    from skylite.rollout.halving import check_halving, combinations
     from skylite.rollout.plan import write_run
     from skylite.run.files import write_json
 
@@ -86,38 +97,66 @@ def _start(flags: SweepFlags) -> dict[str, str]:
         raise ConfigError(
             f"{folder.root} is a sweep already.", "Give --resume to continue it, or another --out."
         )
-    together = min(flags.together or len(policies), len(policies))
-    plans = {}
-    for name, settings in policies.items():
-        provenance = varied(flags.provenance, settings, together)
-        logger.info(f"policy {name}")
-        plans[name], _ = plan_new(provenance, flags.recipe, folder.run(name).root, keep=not flags.dry_run)
+
+    def planned(name: str, together: int) -> RunPlan:
+        own = varied(flags.provenance, policies[name], together)
+        return plan_new(own, flags.recipe, folder.run(name).root, keep=not flags.dry_run)[0]
+
+    plans, together = plan_together([*policies], planned, flags.together, len(policies))
+    values = {name: {key: typed.value for key, typed in own.items()} for name, own in policies.items()}
+    if flags.halve_every:
+        check_halving(flags.halve_every, plans, combinations(values))
     plans = shared_plans(plans)
     if flags.dry_run:
         for name, plan in plans.items():
             show(f"{name}: {plan.config.num_steps} steps")
         logger.info(f"ready: {len(plans)} policies, {together} at once; without --dry-run they train")
-        return dict.fromkeys(plans, "planned")
+        return {}
     with _locked(folder, plans):
         for plan in plans.values():
             write_run(plan)
-        values = {
-            name: {key: typed.value for key, typed in settings.items()} for name, settings in policies.items()
-        }
-        write_json(folder.manifest_path, {"policies": values, "together": together})
-        return _train(folder, plans, together)
+        halve_every = flags.halve_every or 0
+        write_json(
+            folder.manifest_path, {"policies": values, "together": together, "halve_every": halve_every}
+        )
+        return _train(folder, plans, together, halve_every)
 
 
-def _resume(flags: SweepFlags) -> dict[str, str]:
+def plan_together(
+    names: Sequence[str], plan: Callable[[str, int], RunPlan], asked: int | None, most: int
+) -> tuple[dict[str, RunPlan], int]:
+    """The plans of all policies, and how many train at once: `asked`, or of `most` as many as fit in memory.
+
+    `plan`: of a policy, with memory for so many of it. Raises ConfigError if `asked` does not fit.
+    """
+    plans: dict[str, RunPlan] = {}
+    together = wanted = min(asked or most, most)
+    why: DoesNotFit | None = None
+    while waiting := [n for n in names if n not in plans or plans[n].config.engine.policies != together]:
+        logger.info(f"policy {waiting[0]}")
+        try:
+            plans[waiting[0]] = plan(waiting[0], together)
+        except DoesNotFit as error:
+            if together == 1:
+                raise
+            why, together = why or error, together - 1
+    if why is not None and asked:
+        raise ConfigError(f"--together {wanted} does not fit: {why.what}", f"--together {together} fits.")
+    if why is not None:
+        logger.warning(f"{together} policies train at once, the others in turn: {why.what}")
+    return plans, together
+
+
+def _resume(flags: SweepFlags) -> Mapping[str, End]:
     from skylite.rollout.resume import plan_resume
     from skylite.run.own_folders import require_own_folders
     from skylite.run.run_dir import RunDir
 
     assert flags.resume is not None
-    if flags.grid or flags.seeds or flags.out or flags.recipe or flags.together:
+    if flags.grid or flags.seeds or flags.out or flags.recipe or flags.halve_every:
         raise ConfigError(
             "--resume continues a sweep as it was, and flags of a new one were given too.",
-            "Remove --grid, --seeds, --recipe, --together and --out.",
+            "Remove --grid, --seeds, --recipe, --halve-every and --out.",
         )
     from skylite.config.loading import read_run_config
 
@@ -128,54 +167,83 @@ def _resume(flags: SweepFlags) -> dict[str, str]:
     unfinished = [name for name, state in states.items() if state in ("unfinished", "not started")]
     if not unfinished:
         raise ConfigError(f"{folder.root} has no policy left to train.", "See `skylite report`.")
-    together = min(RunDir(folder.root).read_count(folder.manifest_path, "together"), len(unfinished))
+    most = len(unfinished)
+    if not flags.together:
+        most = min(RunDir(folder.root).read_count(folder.manifest_path, "together"), most)
     recorded = {name: read_run_config(folder.run(name).config_path) for name in unfinished}
     for name, run_config in recorded.items():
         require_own_folders(folder.run(name), run_config)
-    plans = {name: plan_resume(folder.run(name), flags.provenance) for name in unfinished}
+    halve_every = folder.halve_every()
+    if halve_every and (changed := [name for name in flags.provenance.typed if name.startswith("eval.")]):
+        raise ConfigError(
+            f"{folder.root} halves by held-out scores, which {', '.join(changed)} would change.",
+            "Resume without it.",
+        )
+
+    def planned(name: str, together: int) -> RunPlan:
+        return plan_resume(folder.run(name), varied(flags.provenance, {}, together))
+
+    plans, together = plan_together(unfinished, planned, flags.together, most)
     if flags.dry_run:
         logger.info(f"ready: {len(plans)} policies, {together} at once; without --dry-run they train")
-        return dict.fromkeys(plans, "planned")
+        return {}
     with _locked(folder, plans):
-        return _train(folder, shared_plans(plans), together)
+        return _train(folder, shared_plans(plans), together, halve_every)
 
 
-def _train(folder: SweepDir, plans: Mapping[str, RunPlan], together: int) -> dict[str, str]:
+def _train(
+    folder: SweepDir, plans: Mapping[str, RunPlan], together: int, halve_every: int
+) -> Mapping[str, End]:
     import asyncio
 
     from skylite.report.sweep import table_text
+    from skylite.rollout.halving import Halving, combinations, read_rungs
     from skylite.rollout.sweep import run_sweep
 
-    folder.stops.mkdir(exist_ok=True)
     folder.shared.logs.mkdir(parents=True, exist_ok=True)
+    halving = Halving(
+        folder,
+        halve_every,
+        max(plan.config.num_steps for plan in plans.values()),
+        combinations(folder.policies()),
+        active=set(plans),
+        scores=read_rungs(folder),
+    )
     with run_log(folder.shared.log_path("skylite")):
-        results = asyncio.run(run_sweep(folder, plans, together))
+        results = asyncio.run(run_sweep(halving, plans, together))
     for name, result in results.items():
         logger.info(f"{name}: {result}")
     show(table_text(folder))
     return results
 
 
-def _stop_policy(flags: SweepFlags) -> None:
+def _stop_policy(flags: SweepFlags, words: Sequence[str]) -> None:
     """Ask a running sweep to let a policy go."""
-    assert flags.stop is not None
-    path = flags.stop.resolve()
+    others = flags.model_dump(exclude={"words", "provenance"}, exclude_defaults=True)
+    if words[0] != "stop" or len(words) != 2 or others or flags.provenance.typed:
+        raise ConfigError(
+            f"`skylite sweep {' '.join(words)}` is not a command: only `stop POLICY` comes without flags.",
+            "Give `skylite sweep stop runs/sweep/rank-8`, or flags such as --grid lora.rank=8,32.",
+        )
+    path = Path(words[1]).resolve()
     folder = SweepDir(path.parent)
     if not SweepDir.is_one(path.parent) or path.name not in folder.policies():
         raise ConfigError(
-            f"{flags.stop} is not a policy of a sweep.", "Give SWEEP/POLICY, such as runs/sweep/rank-8."
+            f"{words[1]} is not a policy of a sweep.", "Give SWEEP/POLICY, such as runs/sweep/rank-8."
         )
-    folder.stops.mkdir(exist_ok=True)
-    (folder.stops / path.name).touch()
+    state = state_of(folder, path.name)
+    if state not in ("unfinished", "not started"):
+        raise ConfigError(f"{words[1]} trains no more: {state}.", "Stop another one, or Ctrl-C the sweep.")
+    folder.leave(path.name, "stopped by the user (`skylite sweep stop`)")
     show(f"{path.name} leaves the sweep after its step")
 
 
 def state_of(folder: SweepDir, name: str) -> str:
-    """Whether a resumed sweep trains this policy: not started, unfinished; else done, stopped or failed."""
+    """Whether a resumed sweep trains it: not started, unfinished; else done, failed or why it left."""
     from skylite.run.status import read_status
 
-    if (folder.stops / name).exists():
-        return "stopped by `skylite sweep --stop`"
+    if why := folder.why_left(name):
+        return why
     path = folder.run(name).status_path
     if not path.exists():
         return "not started"
@@ -260,7 +328,9 @@ def shared_plans(plans: Mapping[str, RunPlan]) -> dict[str, RunPlan]:
 
     Raises ConfigError for what cannot be shared.
     """
-    largest = max(plans.values(), key=lambda plan: plan.config.lora.max_rank)
+    from skylite.rollout.sweep import largest_plan
+
+    largest = largest_plan(plans.values())
     sequences = max(plan.config.engine.max_num_seqs for plan in plans.values())
     common: dict[str, Any] = {
         "trainer": largest.config.trainer,

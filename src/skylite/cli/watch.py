@@ -272,8 +272,8 @@ def _detail(facts: RunFacts) -> str:
     status = facts.status
     if status is None:
         return "status.json is not readable"
-    if status.phase == "failed":
-        return status.error or ""
+    if status.phase in ENDED and status.error:
+        return status.error
     if status.phase in ENDED:
         return f"{age_text(age_s(status))} ago"
     text = f"step {status.step} of {status.num_steps}"

@@ -22,7 +22,7 @@ from skylite.config.train import TrainConfig
 from skylite.engine.interface import EngineMemory, Launcher
 from skylite.engine.model_sizes import ModelSizes, model_sizes
 from skylite.engine.tensor_parallel import check_divisible
-from skylite.errors import ConfigError
+from skylite.errors import ConfigError, DoesNotFit
 from skylite.notes import Note, warning
 from skylite.processes.gpus import Gpu, visible_gpus
 from skylite.processes.hardware import DTYPE_BYTES, available_memory
@@ -148,11 +148,17 @@ class Setup:
 
 
 def plan_memory(config: TrainConfig, setup: Setup) -> tuple[MemoryPlan, list[Note]]:
-    """Predict and divide the memory. Raises ConfigError if the run cannot fit on its GPUs."""
+    """Predict and divide the memory.
+
+    Raises DoesNotFit if the run cannot fit on its GPUs, or several policies on a CPU.
+    """
     engine, sizes = setup.engine(config), setup.sizes(config)
     if setup.device == "cpu":
         trainer = trainer_memory(sizes, config, "cpu", setup.dtype)
-        return MemoryPlan(), [cpu_note(config, trainer, engine, available_memory())]
+        note = cpu_note(config, trainer, engine, available_memory())
+        if config.engine.policies > 1 and note.is_warning:  # fewer may fit
+            raise DoesNotFit(f"{config.engine.policies} policies at once do not fit ({note.text}).")
+        return MemoryPlan(), [note]
     trainer = trainer_memory(sizes, config, "cuda", setup.dtype)
     return divide_gpus(config, trainer, engine, setup.placement, {gpu.index: gpu for gpu in visible_gpus()})
 
@@ -425,7 +431,7 @@ def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int
     share = config.engine.gpu_memory_utilization
     left = int(share * total) - engine.before_kv()
     if left < smallest:
-        raise ConfigError(
+        raise DoesNotFit(
             f"The engine does not fit: engine.gpu_memory_utilization={share:g} of {gib(total)} is "
             f"{gib(share * total)}; {engine_parts(engine)}, and one sequence of {longest} tokens needs a KV "
             f"cache of {gib(smallest)}.",
@@ -445,7 +451,7 @@ def require_trainer(
         beside = placement.engine_gpus.count(gpu.index)
         engines = f" beside {beside} engine(s)" if beside else ""
         others = placement.others.get(gpu.index)
-        raise ConfigError(
+        raise DoesNotFit(
             f"The trainer does not fit on GPU {gpu.index} ({gpu.name}){engines}: a trajectory of {longest} "
             f"tokens needs about {gib(needed)} ({trainer.parts(longest)}), "
             f"and {gib(limit)} are left{f'; {others}' if others else ''}.",

@@ -49,6 +49,11 @@ def failures_recorded(plan: RunPlan) -> Iterator[None]:
         raise failure from None
 
 
+def record_leaving(plan: RunPlan, why: str) -> None:
+    """Write to status.json why a policy left its sweep before its last step."""
+    _write_end(plan, replace(_last_status(plan), phase="stopped", pids={}, error=why))
+
+
 def _as_failure(plan: RunPlan, error: BaseException) -> SkyliteError:
     if isinstance(error, SkyliteError):
         return error

@@ -116,18 +116,19 @@ async def run_steps(session: Session) -> None:
         queues.versions.put_nowait(adapter)
     await evaluate_at_start(session, versions)
     # A run that died after its last step has only the final evaluation left.
-    if plan.first_step <= plan.config.num_steps:
+    if plan.first_step <= plan.last_step:
         tasks = (sample_steps(session, queues), record_steps(session, queues))
         await gather_or_cancel([asyncio.create_task(task) for task in tasks])
-    await unload_before(session, before=plan.config.num_steps)
-    await evaluate_held_out(session, "after", version=plan.config.num_steps)
+    await unload_before(session, before=plan.last_step)
+    if plan.last_step == plan.config.num_steps:
+        await evaluate_held_out(session, "after", version=plan.config.num_steps)
 
 
 async def sample_steps(session: Session, queues: StepQueues) -> None:
     """Sample every step in order, and write its rollout file."""
     plan, progress = session.plan, session.progress
     source = await queues.versions.get()
-    for step in range(plan.first_step, plan.config.num_steps + 1):
+    for step in range(plan.first_step, plan.last_step + 1):
         while source.version < sampling_version(step, plan.config.rollout.max_staleness):
             source = await queues.versions.get()
         version, started = source.version, time.monotonic()
@@ -144,7 +145,7 @@ async def sample_steps(session: Session, queues: StepQueues) -> None:
         progress.event("rollouts_written", step=step, version=version)
         queues.samples.put_nowait(sampled)
     # The last version is still to come; the one before it may be evaluated.
-    await unload_before(session, before=plan.config.num_steps - 1)
+    await unload_before(session, before=plan.last_step - 1)
 
 
 async def record_steps(session: Session, queues: StepQueues) -> None:
@@ -154,7 +155,7 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
     judge = rollout_judge(plan)
     equal = EqualRewards()
     train_s: float | None = None
-    for step in range(plan.first_step, plan.config.num_steps + 1):
+    for step in range(plan.first_step, plan.last_step + 1):
         progress.begin_step(step)
         progress.phase("sampling", f"step {step} of {plan.config.num_steps}")
         sampled = await queues.samples.get()

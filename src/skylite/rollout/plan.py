@@ -91,6 +91,13 @@ class RunPlan:
     """Continues an existing run, from a checkpoint or, if there is none, from its start."""
     reuse_rollouts: bool = False
     """Train again on the stored rollouts of steps after the checkpoint."""
+    pause_after: int | None = None
+    """The session ends after this step, with a checkpoint, before the last one: at a rung of a sweep."""
+
+    @property
+    def last_step(self) -> int:
+        """Of the session."""
+        return self.pause_after or self.config.num_steps
 
     @property
     def scored(self) -> ScoredData:

@@ -54,6 +54,7 @@ from skylite.rollout.session import Progress, Session, TimeLimit
 from skylite.rollout.shutdown import (
     TRAINER_SHARE,
     StopRequest,
+    ask_trainer_to_end,
     handle_signals,
     run_until_stopped,
 )
@@ -161,7 +162,8 @@ async def run_session(
 ) -> bool:
     """Run all steps, in folders that the caller has locked. Raises RunFailed subclasses.
 
-    Returns whether the run finished: False after a clean stop, by a signal or by `limit`.
+    Returns whether the run got to the session's last step: False after a clean stop, by a signal or by
+    `limit`.
 
     If the trainer is lost, the run resumes from its last checkpoint (trainer.max_restarts). The engines
     restart too: they key their prefix cache by adapter name, and the same versions are written again.
@@ -191,7 +193,7 @@ async def run_session(
                         f"trainer.max_restarts={plan.config.trainer.max_restarts})"
                     )
                 logger.warning(f"{error.what} The run resumes from its last checkpoint{allowed}.")
-            plan, resume = plan_resume(plan.run), True
+            plan, resume = replace(plan_resume(plan.run), pause_after=plan.pause_after), True
 
 
 def clear_control_files(plan: RunPlan) -> None:
@@ -254,6 +256,10 @@ async def _supervised(
             with contextlib.suppress(WriteFailed):
                 progress.phase("failed", error=str(reason))
             raise reason from None
+    if finished and plan.last_step < plan.config.num_steps:
+        text = f"waits at step {plan.last_step} for other policies of its sweep"
+        progress.phase("stopped", text, error=text)
+        return True
     progress.phase("done" if finished else "stopped")
     facts = read_facts(plan.run.root)
     log_findings(facts)
@@ -302,6 +308,8 @@ async def _run_in(
         owner=processes.owner,
     )
     await run_steps(session)
+    if plan.last_step < plan.config.num_steps:
+        ask_trainer_to_end(plan.run)
     await wait_for_trainer_exit(plan, processes.trainer_exit(supervisor))
 
 

@@ -10,14 +10,16 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 from skylite.adapters.target_modules import last_names, predict_modules
 from skylite.engine.canary import DEFAULT_TOLERANCE, verify_folder
 from skylite.engine.interface import EngineSpec
 from skylite.engine.launchers import load_launcher
+from skylite.engine.model_sizes import model_sizes
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.start_engines import engines_kept_alive, start_engines
 from skylite.engine.watchdog import RestartPolicy
@@ -26,18 +28,38 @@ from skylite.processes.child import Child, ProcessSpec, Supervisor, child_died, 
 from skylite.processes.file_tree import remove_tree
 from skylite.processes.hardware import threads_per_rank
 from skylite.processes.torchrun import trainer_command, trainer_env
-from skylite.rollout.failures import TRAINER, explain_death, failures_recorded
+from skylite.report.alarms import find_alarms
+from skylite.report.read_run import read_facts
+from skylite.rollout.failures import TRAINER, explain_death, failures_recorded, record_leaving
+from skylite.rollout.halving import Halving
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.run_session import Start, published_modules, run_session
 from skylite.rollout.shutdown import StopRequest, ask_trainer_to_end, on_signals
+from skylite.run.checkpoint_folder import choose_checkpoint
 from skylite.run.files import write_json
+from skylite.run.metrics_file import held_out_scores
 from skylite.run.sweep_dir import SweepDir
 from skylite.ui.logs import member_log
 from skylite.ui.sweep_screen import MemberScreen, SweepScreen
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.05
+WATCH_S = 0.5
 TRAINER_END_S = 20.0
+LOOKS = 20
+"""A run is searched for a collapse each time it has grown by a part of this many."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a policy ended in this process."""
+
+    how: Literal["done", "left", "stopped", "failed"]
+    """left: before its last step, for good. stopped: with the whole sweep; a resume continues it."""
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.how}: {self.why}" if self.why else self.how
 
 
 @dataclass(slots=True)
@@ -50,6 +72,16 @@ class Member:
     stop: StopRequest
     starts: int = 0
     """How often it has joined the trainer."""
+    seen: int = 0
+    """Steps at the last search for a collapse."""
+
+    def end(self, sweep: SweepDir) -> End:
+        """After a clean stop."""
+        if why := sweep.why_left(self.name):
+            record_leaving(self.plan, why)
+            self.screen.state.phase = "left"
+            return End("left", why)
+        return End("stopped")
 
 
 @dataclass(slots=True)
@@ -166,11 +198,12 @@ class MemberProcesses:
                     await asyncio.gather(*map(engine.unload_adapter, own))
 
 
-async def run_sweep(sweep: SweepDir, plans: Mapping[str, RunPlan], together: int) -> dict[str, str]:
+async def run_sweep(halving: Halving, plans: Mapping[str, RunPlan], together: int) -> dict[str, End]:
     """Run all policies, `together` at once, in folders that the caller has locked.
 
-    Returns for each how it ended: done, stopped, or why it failed. Raises SkyliteError if the engines fail.
+    Returns for each how it ended. Raises SkyliteError if the engines fail.
     """
+    sweep = halving.sweep
     members = [
         Member(name, plan, MemberScreen(plan.config.num_steps), StopRequest(asyncio.Event()))
         for name, plan in plans.items()
@@ -188,14 +221,24 @@ async def run_sweep(sweep: SweepDir, plans: Mapping[str, RunPlan], together: int
             contextlib.AsyncExitStack() as stack,
         ):
             shared = await _start_shared(sweep, list(plans.values()), supervisor, stack)
-            return await _run_members(shared, members, together)
+            return await _run_members(shared, members, halving, together)
+
+
+def largest_plan(plans: Iterable[RunPlan]) -> RunPlan:
+    """The one with the most LoRA parameters: a grid has one with the highest rank on the most modules."""
+
+    def parameters(plan: RunPlan) -> int:
+        sizes = model_sizes(plan.resolved.model.path, plan.config.lora, plan.config.critic_lora)
+        return sizes.lora + sizes.critic_lora
+
+    return max(plans, key=parameters)
 
 
 async def _start_shared(
     sweep: SweepDir, plans: Sequence[RunPlan], supervisor: Supervisor, stack: contextlib.AsyncExitStack
 ) -> SharedProcesses:
     """Start the engines, for the modules and sizes of all policies; the trainer starts with the first run."""
-    largest = max(plans, key=lambda plan: plan.config.lora.max_rank)
+    largest = largest_plan(plans)
     of_plans = [predict_modules(plan.resolved.model.path, plan.config.lora)[1] for plan in plans]
     modules = last_names({module for of_plan in of_plans for module in of_plan})
     tolerance = largest.config.sync.canary_tolerance or DEFAULT_TOLERANCE[largest.resolved.placement.dtype]
@@ -236,12 +279,14 @@ async def _ended(task: asyncio.Task[None]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def _run_members(shared: SharedProcesses, members: Sequence[Member], together: int) -> dict[str, str]:
+async def _run_members(
+    shared: SharedProcesses, members: Sequence[Member], halving: Halving, together: int
+) -> dict[str, End]:
     free = asyncio.Semaphore(together)
-    tasks = {m.name: asyncio.create_task(_run_member(shared, m, free)) for m in members}
+    tasks = {m.name: asyncio.create_task(_run_member(shared, m, halving, free)) for m in members}
     helpers = [
         asyncio.create_task(work)
-        for work in (shared.watch_trainer(), _watch_engines(shared, members), _watch_stops(shared, members))
+        for work in (shared.watch_trainer(), _watch_engines(shared, members), _watch_members(shared, members))
     ]
     try:
         await asyncio.wait(tasks.values())
@@ -256,26 +301,71 @@ async def _run_members(shared: SharedProcesses, members: Sequence[Member], toget
     return {name: task.result() for name, task in tasks.items()}
 
 
-async def _run_member(shared: SharedProcesses, member: Member, free: asyncio.Semaphore) -> str:
-    """Run one policy. Whatever ends it ends no other."""
-    plan = member.plan
+async def _run_member(
+    shared: SharedProcesses, member: Member, halving: Halving, free: asyncio.Semaphore
+) -> End:
+    """Run one policy from rung to rung. Whatever ends it ends no other."""
+    try:
+        with failures_recorded(member.plan), member_log(member.name, member.plan.run.log_path("skylite")):
+            end = await _to_its_end(shared, member, halving, free)
+    except SkyliteError as error:
+        logger.warning(f"{member.name} leaves the sweep: {error.what}")
+        member.screen.state.phase = "failed"
+        end = End("failed", error.what)
+    if end.how != "stopped":  # with all others, of which none may be judged as if this one had failed
+        halving.active.discard(member.name)
+    return end
+
+
+async def _to_its_end(
+    shared: SharedProcesses, member: Member, halving: Halving, free: asyncio.Semaphore
+) -> End:
+    name, config = member.name, member.plan.config
+    for rung in halving.rungs:
+        if not halving.has(name, rung):
+            scores = held_out_scores(member.plan.run, config.eval)
+            if member.plan.first_step <= rung or rung not in scores:
+                if not await _train_to(shared, member, rung, free):
+                    return member.end(shared.sweep)
+                scores = held_out_scores(member.plan.run, config.eval)
+            halving.record(name, rung, scores[rung])
+        why = await _verdict(member, halving, rung)
+        if why:
+            logger.info(f"leaves the sweep: {why}")
+            shared.sweep.leave(name, why)
+        if why != "":
+            return member.end(shared.sweep)
+    is_done = await _train_to(shared, member, config.num_steps, free)
+    return End("done") if is_done else member.end(shared.sweep)
+
+
+async def _verdict(member: Member, halving: Halving, rung: int) -> str | None:
+    """Why the policy leaves at the rung, empty if it stays; None after a stop. Waits while that is open."""
+    score = halving.scores[rung][member.name]
+    if halving.verdict(member.name, rung) is None:
+        member.screen.phase("waiting", f"at step {rung}, with a held-out score of {score:.4g}")
+    while (why := halving.verdict(member.name, rung)) is None and not member.stop.requested.is_set():
+        await asyncio.sleep(POLL_S)
+    return None if member.stop.requested.is_set() else why
+
+
+async def _train_to(shared: SharedProcesses, member: Member, step: int, free: asyncio.Semaphore) -> bool:
+    """Train a policy up to a step, when there is a place for it. Returns False after a stop."""
     async with free:
         if member.stop.requested.is_set():
-            return "stopped"
-        try:
-            with failures_recorded(plan), member_log(member.name, plan.run.log_path("skylite")):
-                finished = await run_session(
-                    plan,
-                    resume=plan.resumed,
-                    processes=MemberProcesses(shared, member),
-                    screen=member.screen,
-                    stop=member.stop,
-                )
-        except SkyliteError as error:
-            logger.warning(f"{member.name} leaves the sweep: {error.what}")
-            member.screen.state.phase = "failed"
-            return error.what
-    return "done" if finished else "stopped"
+            return False
+        plan = replace(member.plan, pause_after=step)
+        is_there = await run_session(
+            plan,
+            resume=plan.resumed,
+            processes=MemberProcesses(shared, member),
+            screen=member.screen,
+            stop=member.stop,
+        )
+    if is_there and step < plan.config.num_steps:
+        first = choose_checkpoint(plan.run, None) + 1
+        member.plan = replace(member.plan, first_step=first, resumed=True, reuse_rollouts=True)
+    return is_there
 
 
 async def _watch_engines(shared: SharedProcesses, members: Sequence[Member]) -> None:
@@ -292,10 +382,25 @@ async def _watch_engines(shared: SharedProcesses, members: Sequence[Member]) -> 
             shared.engines.set_exception(error)
 
 
-async def _watch_stops(shared: SharedProcesses, members: Sequence[Member]) -> None:
-    """Stop the policies that the user has stopped, after their step."""
+async def _watch_members(shared: SharedProcesses, members: Sequence[Member]) -> None:
+    """Let the policies leave after their step that the user has stopped, or that have collapsed."""
     while True:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(WATCH_S)
         for member in members:
-            if not member.stop.requested.is_set() and (shared.sweep.stops / member.name).exists():
+            if member.stop.requested.is_set():
+                continue
+            if member.name in shared.running and (why := await _collapse(member)):
+                shared.sweep.leave(member.name, why)
+            if shared.sweep.why_left(member.name):
                 member.stop.on_signal(signal.SIGINT)
+
+
+async def _collapse(member: Member) -> str:
+    """The alarm of the report, if the policy has collapsed; else empty."""
+    steps = len(member.screen.state.history)
+    if steps <= member.seen * (1 + 1 / LOOKS):
+        return ""
+    member.seen = steps
+    facts = await asyncio.to_thread(read_facts, member.plan.run.root)
+    alarms = find_alarms(facts.metrics, facts.held_out)
+    return next((alarm.text for alarm in alarms if alarm.kind == "collapse"), "")

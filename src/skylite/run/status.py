@@ -51,6 +51,7 @@ class Status:
     restarts: Mapping[str, int] = field(default_factory=dict)
     """Name -> number of restarts of a child by this parent."""
     error: str | None = None
+    """Why the run failed, left its sweep, or waits in it."""
     warning: str | None = None
     """What is wrong with the run although it goes on."""
     updated_at: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))

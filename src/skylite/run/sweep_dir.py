@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from skylite.errors import ConfigError
+from skylite.run.files import atomic_file
 from skylite.run.run_dir import RunDir
+from skylite.untrusted_files import read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,8 @@ class SweepDir:
 
     @property
     def manifest_path(self) -> Path:
-        """{"policies": {name: {setting: value}}}: what the sweep varies."""
+        """{"policies": {name: {setting: value}}, "together": N, "halve_every": N}: what the sweep varies, and
+        how."""
         return self.root / "sweep.json"
 
     @property
@@ -37,9 +40,24 @@ class SweepDir:
         return self.shared.root / "left"
 
     @property
-    def stops(self) -> Path:
-        """A file NAME for each policy that the user has stopped: a resumed sweep leaves it."""
-        return self.root / "stopped"
+    def rungs_path(self) -> Path:
+        """{step: {name: score}}: the held-out scores with which policies reached a rung (--halve-every)."""
+        return self.root / "rungs.json"
+
+    @property
+    def left_early(self) -> Path:
+        """A file NAME, with the reason, for each policy that left: a resumed sweep leaves it out."""
+        return self.root / "left_early"
+
+    def leave(self, name: str, why: str) -> None:
+        """Let a policy leave before its last step; a running sweep sees it. Raises WriteFailed."""
+        with atomic_file(self.left_early / name) as temporary:
+            temporary.write_text(why, encoding="utf-8")
+
+    def why_left(self, name: str) -> str:
+        """Why a policy has left, or must leave, before its last step; empty if it has not."""
+        path = self.left_early / name
+        return read_text(path) if path.exists() else ""
 
     def run(self, name: str) -> RunDir:
         return RunDir(self.root / name)
@@ -53,6 +71,13 @@ class SweepDir:
         ):
             raise ConfigError(f"{self.manifest_path} names no policies.", "Start a new sweep.")
         return policies
+
+    def halve_every(self) -> int:
+        """Steps between two rungs; 0: no policy leaves by its score. Raises ConfigError."""
+        value = RunDir(self.root).read_json(self.manifest_path).get("halve_every")
+        if type(value) is not int or not 0 <= value < 2**31:
+            raise ConfigError(f"{self.manifest_path} has no halve_every.", "Start a new sweep.")
+        return value
 
     @classmethod
     def is_one(cls, folder: Path) -> bool:

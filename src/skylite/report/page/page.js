@@ -36,7 +36,8 @@ function drawRun(run, number) {
     add(card, "p", `${found.is_alarm ? "Alarm" : "Warning"}: ${found.text} (since about step ${found.since})`,
       found.is_alarm ? "finding alarm" : "finding");
   }
-  if (run.error) add(card, "p", `The run failed: ${run.error}`, "finding alarm");
+  if (run.error && run.phase === "failed") add(card, "p", `The run failed: ${run.error}`, "finding alarm");
+  else if (run.error) add(card, "p", `Stopped: ${run.error}`, "finding");
   if (!run.is_judged) add(card, "p", `${run.steps} steps are too few for most alarms.`, "hint");
   else if (run.alarms.length === 0) add(card, "p", "No alarm.", "finding fine");
   if (run.held_out.length < 2) add(card, "p", "Reward hacking cannot be seen: fewer than two held-out evaluations (eval.limit, eval.every).", "hint");
