@@ -161,10 +161,11 @@ def assert_same_result(mine: Result, theirs: Result, mask: Tensor) -> None:
 
 def ours(case: Case, importance: dict[str, Any] | None = None, **algorithm: Any) -> Result:
     """Our loss of one micro-batch through the algorithm. Tokens are chosen as in `select_tokens`."""
+    is_weighted = not AlgorithmConfig.model_validate(algorithm).compares_with_sampler
     config = TrainConfig.model_validate(
         {
             "algorithm": algorithm,
-            "importance": importance or {"mode": "none"},
+            "importance": importance or ({"mode": "none"} if is_weighted else {}),
             "rollout": {"max_completion_tokens": MAX_TOKENS},
         }
     )

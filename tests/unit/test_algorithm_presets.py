@@ -89,6 +89,8 @@ def test_gdpo_refuses_what_works_on_the_sum_of_the_rewards(setting, shown):
             {"algorithm": {"component_advantages": {"a": "rloo"}}},
             "has no effect with algorithm.advantage=grpo",
         ),
+        ({"algorithm": {"name": "dro"}, "importance": {"cap": 3.0}}, "importance.cap=3.0 has no effect with"),
+        ({"algorithm": {"kl_bias_correction": True}}, "kl_coef=0 with kl_in=loss puts none there"),
         ({"algorithm": {"name": "pass_at_k", "pass_k": 9}}, "pass_k=9 is over rollout.group_size=8"),
     ],
 )

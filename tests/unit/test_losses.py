@@ -29,6 +29,7 @@ def losses_of(
     x = LossInputs(
         policy_logprobs=leaf,
         old_logprobs=torch.tensor(old, dtype=torch.float64),
+        sampling_logprobs=torch.tensor(old, dtype=torch.float64),
         advantages=torch.tensor(advantages, dtype=torch.float64),
         segments=torch.tensor(sequences),
         num_segments=max(sequences) + 1,
@@ -61,6 +62,21 @@ def losses_of(
         ("sapo", 1 + LOG3, -1, {"sapo_tau_neg": 1.0}, 3, 0.75 * (1 + LOG3)),
         ("sapo", 1, -0.5, {"sapo_tau_neg": 2.0}, 0.5, 0.5),
         ("sapo", 2, 0, {}, 0, 0),
+        # the sampler's probability is 1 / e = 0.368
+        ("dppo", 1.1, 2, {}, -2.2, -2.2),  # 0.037 more
+        ("dppo", 2, 2, {}, 0, 0),  # 0.368 more: outside
+        ("dppo", 2, 2, {"clip_eps_high": 0.4}, -4, -4),
+        ("dppo", 2, -2, {}, 4, 4),
+        ("dppo", 0.25, -2, {}, 0, 0),  # 0.276 less: outside
+        ("dppo", 0.25, -2, {"clip_eps_low": 0.3}, 0.5, 0.5),
+        ("dppo", 2, 2, {"dppo_penalty": 0.5}, 0.5 * LOG2**2, LOG2),
+        ("dppo_kl", 2, 2, {}, 0, 0),  # 0.368 log(1/2) + 0.632 log(0.632 / 0.264) = 0.296: outside
+        ("dppo_kl", 2, 2, {"clip_eps_high": 0.3}, -4, -4),
+        ("dppo_kl", 2, -2, {}, 4, 4),
+        ("dppo_kl", 0.25, -2, {"clip_eps_low": 0.27}, 0, 0),  # 0.510 + 0.632 log(0.632 / 0.908) = 0.281
+        ("dppo_kl", 0.25, -2, {"clip_eps_low": 0.29}, 0.5, 0.5),
+        ("dro", 2, 3, {"dro_beta": 0.5}, 3 * (1 - LOG2) + LOG2**2 / 4, -3 + LOG2 / 2),
+        ("dro", 2, 0, {"dro_beta": 0.5}, LOG2**2 / 4, LOG2 / 2),
     ],
 )
 def test_loss_of_one_token(name, ratio, advantage, settings, loss, slope):
@@ -84,6 +100,32 @@ def test_gspo_has_one_ratio_per_completion(eps_high, advantage, loss, slope):
     )
     assert got[0] == pytest.approx([loss, loss, -0.5])
     assert got[1] == pytest.approx([slope, slope, -0.5])
+
+
+@pytest.mark.parametrize(
+    ("advantage", "loss", "slopes"),
+    [
+        (1.0, -math.exp(0.2), [0.0, -math.exp(0.2)]),  # log 4 is clipped at 0.4: the mean is 0.2
+        (-1.0, 2.0, [2.0, 2.0]),  # not clipped: the mean is log 2
+    ],
+)
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios(advantage, loss, slopes):
+    got = losses_of(
+        "gmpo", [LOG4 - 1, -1.0], [-1.0, -1.0], [advantage] * 2, clip_eps_low=0.4, clip_eps_high=0.4
+    )
+    assert got[0] == pytest.approx([loss, loss])
+    assert got[1] == pytest.approx(slopes)
+
+
+@pytest.mark.parametrize(("advantage", "weight"), [(1.0, 4 * math.exp(-3)), (-1.0, 8 * math.exp(-2))])
+def test_vespo_weighs_a_completion_by_its_ratio(advantage, weight):
+    # ratios 4 and 1/2 make 2: 2^2 exp(3 (1 - 2)), or 2^3 exp(2 (1 - 2)); the other completion's is 1
+    policy, old = [LOG4 - 1, -LOG2 - 1, -3.0], [-1.0, -1.0, -3.0]
+    got = losses_of("vespo", policy, old, [advantage, advantage, 1.0], sequences=[0, 0, 1])
+    assert got[0] == pytest.approx([-weight * advantage * policy[0], -weight * advantage * policy[1], 3.0])
+    assert got[1] == pytest.approx([-weight * advantage, -weight * advantage, -1.0])
+    far = losses_of("vespo", [800.0, 800.0], [-1.0, 1200.0], [1.0, 1.0], sequences=[0, 1])
+    assert far == ([0.0, 0.0], [0.0, 0.0]), "neither overflow nor nan"
 
 
 @pytest.mark.parametrize(

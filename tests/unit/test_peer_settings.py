@@ -91,6 +91,12 @@ def case(request: pytest.FixtureRequest) -> Case:
     return make_case(12, 33, request.param, torch.float64 if request.param == 2 else torch.float32)
 
 
+def fitting(preset: str, case: Case) -> Case:
+    """Peers take the old policy for the sampler."""
+    is_sampler = AlgorithmConfig.model_validate({"name": preset}).compares_with_sampler
+    return replace(case, old=case.rollout) if is_sampler else case
+
+
 def our_advantages(preset: str, case: Case) -> Tensor:
     """[C], from rewards at the last token."""
     algorithm = AlgorithmConfig.model_validate({"name": preset})
@@ -116,7 +122,9 @@ def test_every_preset_has_a_row_and_a_peer() -> None:
 @cells(0)
 def test_trl(trl: SimpleNamespace, case: Case, preset: str, settings: Settings, monkeypatch) -> None:
     assert settings.keys() <= {field.name for field in fields(trl.trainer.GRPOConfig)}
-    settings = dict(settings)
+    settings, case = dict(settings), fitting(preset, case)
+    if preset == "luspo":  # here TRL broadcasts one loss per completion over its mask
+        case = replace(case, mask=torch.ones_like(case.mask))
     scale = settings.pop("scale_rewards")
     aggregation = settings.pop("multi_objective_aggregation", "sum_then_normalize")
     epsilon = settings.get("epsilon", 0.2)
@@ -151,7 +159,7 @@ def test_trl(trl: SimpleNamespace, case: Case, preset: str, settings: Settings, 
 def test_verl(verl: SimpleNamespace, case: Case, preset: str, settings: Settings) -> None:
     known = (PEERS / "verl/trainer/config/_generated_ppo_trainer.yaml").read_text(encoding="utf-8")
     assert [key for key in settings if not re.search(rf"^ +{key}:", known, re.MULTILINE)] == []
-    settings = dict(settings)
+    settings, case = dict(settings), fitting(preset, case)
     estimator = settings.pop("adv_estimator")
     by_std = settings.pop("norm_adv_by_std_in_grpo", True)
     theirs = verl.core.get_adv_estimator_fn(estimator)(
@@ -167,6 +175,8 @@ def test_verl(verl: SimpleNamespace, case: Case, preset: str, settings: Settings
     chosen = {"clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "kl_cov_ratio": 2e-4}
     if "ppo_kl_coef" in settings:
         chosen["ppo_kl_coef"] = settings.pop("ppo_kl_coef")
+    if "dro_beta" in settings:
+        chosen["dro_beta"] = settings.pop("dro_beta")
     name = settings.pop("loss_mode", "vanilla")
     loss, _ = verl_loss(verl, case, name, aggregation, policy_loss=chosen, **settings)
     assert_same_result(ours(case, name=preset), loss, case.mask)
@@ -191,7 +201,7 @@ def test_skyrl(skyrl: ModuleType, case: Case, preset: str, settings: Settings, m
     known = (PEERS / "skyrl/train/config/config.py").read_text(encoding="utf-8")
     assert [key for key in settings if not re.search(rf"^    {key}:", known, re.MULTILINE)] == []
     monkeypatch.setitem(sys.modules, "loguru", SimpleNamespace(logger=SimpleNamespace(warning=print)))
-    settings = dict(settings)
+    settings, case = dict(settings), fitting(preset, case)
     estimator = settings.pop("advantage_estimator")
     theirs = skyrl.AdvantageEstimatorRegistry.get(estimator)(
         token_level_rewards=at_the_end(case),
@@ -219,6 +229,7 @@ def skyrl_loss(skyrl: ModuleType, case: Case, settings: Settings) -> Result:
         **chosen,
         cispo=SimpleNamespace(**cispo),
         sapo=SimpleNamespace(tau_pos=1.0, tau_neg=1.05),
+        dppo=SimpleNamespace(dppo_type="binary_tv", delta_low=0.2, delta_high=0.2),
         off_policy_correction=None,
     )
     policy = case.policy.clone().requires_grad_()

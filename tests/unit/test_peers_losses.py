@@ -6,6 +6,7 @@ go through `micro_batch_loss` as in a training step.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,6 +127,34 @@ def test_verl_sapo(verl, case):
     assert_same_result(ours(case, name="sapo", sapo_tau_pos=0.8, sapo_tau_neg=2.0), theirs, case.mask)
 
 
+@pytest.mark.parametrize("name", ["dro", "dppo_tv", "dppo_kl"])
+def test_verl_losses_with_the_ratio_to_the_sampler(verl, case, name):
+    policy, sampler = (x.clamp(max=-0.01) for x in (case.policy, case.rollout))  # probabilities
+    case = replace(case, policy=policy, rollout=sampler, old=sampler)
+    theirs, _ = verl_loss(
+        verl,
+        case,
+        name,
+        "token-mean",
+        clip_ratio_low=0.1,
+        clip_ratio_high=0.15,
+        policy_loss={"dro_beta": 0.3},
+    )
+    mine = ours(
+        case, policy_loss=name.removesuffix("_tv"), clip_eps_low=0.1, clip_eps_high=0.15, dro_beta=0.3
+    )
+    if name == "dro":
+        assert_same_result(mine, theirs, case.mask)
+    else:  # verl's has another value: the ratio as a constant, times the logprob
+        assert_same(mine.by_policy, theirs.by_policy[case.mask])
+
+
+def test_verl_geometric_mean(verl, case):
+    theirs, _ = verl_loss(verl, case, "geo_mean", "token-mean", clip_ratio_low=0.3, clip_ratio_high=0.4)
+    mine = ours(case, name="gmpo", clip_eps_low=0.3)
+    assert_same_result(mine, theirs, case.mask)
+
+
 @pytest.mark.parametrize(("name", "algorithm"), [("vanilla", {}), ("gspo", {"policy_loss": "gspo"})])
 def test_verl_counts_the_same_tokens_as_clipped(verl, case, name, algorithm):
     _, metrics = verl_loss(verl, case, name, "token-mean")
@@ -207,6 +236,7 @@ def test_every_advantage_and_loss_is_compared_with_a_peer():
     """A new algorithm fails here until it is compared above."""
     assert set(GROUP_ADVANTAGES) == {"grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline", "maxrl"}
     assert set(COMPONENT_ADVANTAGES) == {"gdpo"}
-    assert set(POLICY_LOSSES) == {"clip", "dual_clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov"}
+    of_verl = {"clip", "dual_clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "gmpo", "dro"}
+    assert set(POLICY_LOSSES) == of_verl | {"dppo", "dppo_kl", "vespo"}  # vespo: test_peers_trl.py
     assert set(AGGREGATIONS) == set(VERL_AGGREGATION)
     assert set(KL_ESTIMATORS) == {"k1", "k2", "k3"}

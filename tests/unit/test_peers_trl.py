@@ -63,6 +63,7 @@ def trl_loss(
         "ref_per_token_logps": case.ref,
         "num_items_in_batch": case.mask.sum(),
         "importance_sampling_ratio": ratio,
+        "sampling_per_token_logps": case.rollout,
     }
     return result_of(trainer._compute_loss(trainer.model, inputs), policy, entropies), trainer._metrics[
         "train"
@@ -109,6 +110,37 @@ def test_trl_losses(trl, case, algorithm, settings):
         case = replace(case, mask=torch.ones_like(case.mask))
     theirs, _ = trl_loss(trl, case, **settings)
     assert_same_result(ours(case, **algorithm), theirs, case.mask)
+
+
+def test_trl_vespo(trl, case):
+    case = replace(case, old=case.rollout)
+    theirs, _ = trl_loss(trl, case, loss_type="vespo", args={"vespo_k_pos": 1.5, "vespo_lambda_neg": 0.7})
+    assert_same_result(ours(case, name="vespo", vespo_k_pos=1.5, vespo_lambda_neg=0.7), theirs, case.mask)
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.1, 0.3])
+def test_trl_leaves_out_what_the_policy_left_behind(trl, case, limit):
+    theirs, _ = trl_loss(trl, case, loss_type="bnpo", off_policy_mask_threshold=limit)
+    mine = ours(case, {"mode": "none", "off_policy_kl": limit})
+    assert_same_result(mine, theirs, case.mask)
+    plain = ours(case, {"mode": "none"})
+    left = (mine.by_policy == 0) & (plain.by_policy != 0)
+    assert mine.sums["mismatch/off_policy_frac"] >= left.sum()
+
+
+@pytest.mark.parametrize(("level", "loss"), [("token", "clip"), ("sequence", "gspo")])
+def test_trl_bias_corrected_kl(trl, case, level, loss):
+    args = {"use_bias_correction_kl": True}
+    settings = {"loss_type": "grpo", "beta": 0.3, "importance_sampling_level": level}
+    theirs, _ = trl_loss(trl, case, args=args, **settings)
+    mine = ours(
+        case,
+        policy_loss=loss,
+        kl_coef=0.3,
+        kl_bias_correction=True,
+        aggregation="seq-mean-token-mean",
+    )
+    assert_same_result(mine, theirs, case.mask)
 
 
 @pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean"])

@@ -17,7 +17,8 @@ def trl_trainer(trl: SimpleNamespace, **settings: Any) -> Any:
     config = trl.trainer.GRPOConfig
     default = {
         name: config.__dataclass_fields__[name].default
-        for name in ("sapo_temperature_pos", "sapo_temperature_neg")
+        for name in config.__dataclass_fields__
+        if name.startswith(("sapo_", "vespo_"))
     }
     args = {
         **default,

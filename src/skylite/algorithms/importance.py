@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skylite.algorithms.kl import k3
-from skylite.algorithms.losses import segment_mean, segment_sum
+from skylite.algorithms.losses import LossInputs, segment_mean, segment_sum
 from skylite.config.algorithm import ImportanceConfig
 
 
@@ -43,6 +43,17 @@ def importance_weights(
         weights = torch.where(rejected, torch.zeros_like(weights), weights)
         metrics["mismatch/rejected_frac"] = rejected.sum()
     return weights, metrics
+
+
+def off_policy(x: LossInputs, limit: float) -> Tensor:
+    """bool [C]: tokens with A < 0 of trajectories that the policy has left behind.
+
+    Where the mean of log(sampler / policy) over the trajectory is over `limit`: DeepSeek-V3.2, arXiv
+    2512.02556, eq. 9.
+    """
+    assert x.sampling_logprobs is not None
+    drift = segment_mean(x.sampling_logprobs - x.policy_logprobs.detach(), x.segments, x.num_segments)
+    return (x.advantages < 0) & (drift > limit)[x.segments]
 
 
 def _bounded(ratio: Tensor, config: ImportanceConfig) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """Policy losses per token, one function for each value of `algorithm.policy_loss`, and their aggregation.
 
 ratio = exp(policy - old logprob): how much more likely the token is than before the step. Every loss is
-minimised and scales linearly with the advantage. The caller multiplies by importance weight and token weight
-and sums: there is no mean over a part of the batch, so the result does not depend on how the batch is cut.
+minimised and, but for the penalties of kl_cov, dppo and dro, scales linearly with the advantage. The caller
+multiplies by importance weight and token weight and sums: there is no mean over a part of the batch, so the
+result does not depend on how the batch is cut.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from skylite.algorithms import token_losses
 from skylite.config.algorithm import AlgorithmConfig
 
 
@@ -117,6 +119,51 @@ def kl_cov(x: LossInputs, config: AlgorithmConfig) -> Tensor:
     return -x.ratio * x.advantages + config.kl_cov_coef * x.log_ratio.abs() * x.selected
 
 
+def dppo(x: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """-ratio A while the token's probability is near the sampler's, plus dppo_penalty * (log ratio)^2.
+
+    The ratio is that to the sampler. Without gradient where the probability has moved farther than the clip
+    bounds in the direction of A: DPPO, arXiv 2602.04879, binary total variation. The penalty: prime-rl's
+    default loss.
+    """
+    log_ratio = _sampler_log_ratio(x)
+    inside = ~is_clipped(x, config)
+    return -torch.exp(log_ratio) * x.advantages * inside + config.dppo_penalty * log_ratio.square()
+
+
+def dro(x: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """-(A log policy - beta / 2 (log ratio)^2), the ratio to the sampler (DRO; the service's loss `dro`)."""
+    assert x.sampling_logprobs is not None
+    inputs = {"logprobs": x.sampling_logprobs, "advantages": x.advantages}
+    return token_losses.dro(x.policy_logprobs, inputs, {"beta": config.dro_beta})
+
+
+def gmpo(x: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """-A times the geometric mean of a trajectory's ratios, each clipped in the direction of A.
+
+    GMPO, arXiv 2507.20673, eq. 4. The bounds are those of the log ratio.
+    """
+    clipped = x.log_ratio.clamp(-config.clip_eps_low, config.clip_eps_high)
+    worst = torch.where(is_clipped(x, config), clipped, x.log_ratio)
+    return -torch.exp(segment_mean(worst, x.segments, x.num_segments))[x.segments] * x.advantages
+
+
+def vespo(x: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """-sg(w^k exp(lambda (1 - w))) A log policy, w the ratio of a trajectory to the sampler.
+
+    VESPO, arXiv 2602.10693, with the k and lambda of the sign of A.
+    """
+    log_w = segment_sum(_sampler_log_ratio(x), x.segments, x.num_segments)[x.segments].detach()
+    k, decay = (
+        torch.where(x.advantages >= 0, positive, negative)
+        for positive, negative in (
+            (config.vespo_k_pos, config.vespo_k_neg),
+            (config.vespo_lambda_pos, config.vespo_lambda_neg),
+        )
+    )
+    return -torch.exp(k * log_w - decay * torch.expm1(log_w)) * x.advantages * x.policy_logprobs
+
+
 POLICY_LOSSES: dict[str, Callable[[LossInputs, AlgorithmConfig], Tensor]] = {
     "clip": clip,
     "dual_clip": dual_clip,
@@ -125,17 +172,31 @@ POLICY_LOSSES: dict[str, Callable[[LossInputs, AlgorithmConfig], Tensor]] = {
     "sapo": sapo,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
+    "dppo": dppo,
+    "dppo_kl": dppo,
+    "dro": dro,
+    "gmpo": gmpo,
+    "vespo": vespo,
 }
 """(LossInputs, AlgorithmConfig) -> loss [C]. Its name, presets and coefficients are in config/algorithm.py:
 PolicyLoss, PRESETS, AlgorithmConfig."""
-SEQUENCE_RATIOS = frozenset({"gspo"})
+SEQUENCE_RATIOS = frozenset({"gspo", "gmpo", "vespo"})
 """The losses with one ratio for all tokens of a trajectory, so that its tokens must be computed together."""
 
 
 def is_clipped(x: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """bool [C]: the tokens whose ratio is out of bounds in the direction of their advantage."""
-    ratio = ratio_of(x, config)
-    return _clamped(ratio, config) * x.advantages < ratio * x.advantages
+    """bool [C]: the tokens whose ratio is out of bounds in the direction of their advantage.
+
+    gmpo bounds the log ratio, dppo the probability's distance from the sampler's, dppo_kl their KL.
+    """
+    low, high = -config.clip_eps_low, config.clip_eps_high
+    if config.policy_loss == "gmpo":
+        moved = x.log_ratio
+    elif config.policy_loss in ("dppo", "dppo_kl"):
+        moved = _moved(x, is_kl=config.policy_loss == "dppo_kl")
+    else:
+        moved, low, high = ratio_of(x, config), 1 + low, 1 + high
+    return moved.clamp(low, high) * x.advantages < moved * x.advantages
 
 
 def ratio_of(x: LossInputs, config: AlgorithmConfig) -> Tensor:
@@ -190,6 +251,27 @@ AGGREGATIONS: dict[str, Callable[[int, BatchSize], float]] = {
     "fixed-length": fixed_length,
 }
 """(tokens of a trajectory, mini-batch size) -> the weight of each of its tokens in the loss's sum."""
+
+
+def _sampler_log_ratio(x: LossInputs) -> Tensor:
+    """[C] log(policy / sampler)."""
+    assert x.sampling_logprobs is not None
+    return x.policy_logprobs - x.sampling_logprobs
+
+
+def _moved(x: LossInputs, *, is_kl: bool) -> Tensor:
+    """[C] how far the probability of the token is from the sampler's, above 0 if it is likelier now.
+
+    Either the difference, or the KL between the two distributions over "this token" and "another".
+    """
+    assert x.sampling_logprobs is not None
+    log_p, log_q = x.policy_logprobs.detach(), x.sampling_logprobs
+    p, q = log_p.exp(), log_q.exp()
+    if not is_kl:
+        return p - q
+    other_p, other_q = ((1 - x).clamp(min=0) + 1e-8 for x in (p, q))  # a token may have all the probability
+    kl = q * (log_q - log_p) + (1 - q) * torch.log(other_q / other_p)
+    return torch.where(p > q, kl, -kl)
 
 
 def _sequence_ratio(x: LossInputs) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skylite.algorithms.advantages import Components, gae, token_returns, zero_std_groups
-from skylite.algorithms.importance import importance_weights
+from skylite.algorithms.importance import importance_weights, off_policy
 from skylite.algorithms.interface import Algorithm, KeepTogether
 from skylite.algorithms.kl import KL_ESTIMATORS
 from skylite.algorithms.learned import (
@@ -87,6 +87,7 @@ class PolicyGradient(Algorithm):
         loss, importance = self.config.policy_loss, self.importance
         joined_loss = loss in SEQUENCE_RATIOS or loss not in POLICY_LOSSES  # the user's own may do anything
         joined_weights = importance.level == "sequence" or importance.reject_kl is not None
+        joined_weights = joined_weights or importance.off_policy_kl is not None
         return "trajectory" if joined_loss or joined_weights or self.credits_tokens else "token"
 
     @property
@@ -132,7 +133,7 @@ class PolicyGradient(Algorithm):
         if advantages is None:
             return torch.ones_like(kept)
         config = self.config
-        if config.uses_ref or config.uses_entropy or config.selects_tokens:
+        if config.uses_ref or config.uses_entropy or config.selects_tokens or config.pulls_to_sampler:
             return kept
         return kept & (advantages != 0).any(dim=1, keepdim=True)
 
@@ -162,9 +163,15 @@ class PolicyGradient(Algorithm):
         assert x.token_weights is not None
         assert x.entropies is not None
         assert x.size is not None
+        settings = self.importance
+        if config.compares_with_sampler:  # the loss corrects for the sampler itself
+            settings = settings.model_copy(update={"mode": "none"})
         importance, sums = importance_weights(
-            x.old_logprobs, x.sampling_logprobs, x.segments, x.num_segments, self.importance
+            x.old_logprobs, x.sampling_logprobs, x.segments, x.num_segments, settings
         )
+        if settings.off_policy_kl is not None:
+            left = off_policy(x, settings.off_policy_kl)
+            importance, sums["mismatch/off_policy_frac"] = importance * ~left, left.sum()
         loss = (policy_loss(config.policy_loss)(x, config) * importance * x.weights).sum()
         sums |= {
             "loss/policy": loss.detach(),
@@ -175,6 +182,8 @@ class PolicyGradient(Algorithm):
         }
         if x.ref_logprobs is not None:
             kl = KL_ESTIMATORS[config.kl_estimator](x.policy_logprobs, x.ref_logprobs)
+            if config.kl_bias_correction:
+                kl = kl * ratio_of(x, config)
             loss = loss + config.kl_coef * (kl * x.token_weights).sum()
             sums["policy/kl_ref"] = kl.detach().sum()
         if x.kl_penalty is not None:

@@ -27,7 +27,10 @@ Advantage = Literal[
     "gdpo",
     "gae",
 ]
-PolicyLoss = Literal["clip", "dual_clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov"]
+PolicyLoss = Literal[
+    "clip", "dual_clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "dppo_kl", "dro", "gmpo",
+    "vespo",
+]  # fmt: skip
 ComponentAdvantage = Literal["grpo", "dr_grpo", "rloo"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed-length"]
 ZeroStdGroups = Literal["keep", "drop", "resample"]
@@ -49,6 +52,26 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip_eps_low": 3e-4,
         "clip_eps_high": 4e-4,
     },
+    # arXiv 2602.05261: gspo whose completions count by their length.
+    "luspo": {
+        "policy_loss": "gspo",
+        "aggregation": "seq-mean-token-sum",
+        "clip_eps_low": 3e-4,
+        "clip_eps_high": 4e-4,
+    },
+    # arXiv 2507.20673: the geometric mean of ratios that are clipped between exp(-0.4) and exp(0.4).
+    "gmpo": {
+        "policy_loss": "gmpo",
+        "aggregation": "seq-mean-token-mean",
+        "clip_eps_low": 0.4,
+        "clip_eps_high": 0.4,
+    },
+    # arXiv 2602.10693: a soft weight of the completion's ratio to the sampler, instead of clipping.
+    "vespo": {"policy_loss": "vespo"},
+    # arXiv 2602.04879: a trust region in the probability of a token, not in its ratio.
+    "dppo": {"policy_loss": "dppo"},
+    # Tinker's loss of that name, arXiv 2501.12599: a quadratic penalty instead of a ratio.
+    "dro": {"policy_loss": "dro"},
     # arXiv 2506.13585: REINFORCE with its weight clipped from above only, so every token keeps its gradient.
     "cispo": {"policy_loss": "cispo", "clip_eps_low": 1.0, "clip_eps_high": 4.0},
     # arXiv 2511.20347: a sigmoid gate instead of clipping.
@@ -97,9 +120,9 @@ class AlgorithmConfig(Section):
     """How rewards become advantages and a loss."""
 
     name: str = "grpo"
-    """Preset that fills in the other fields of this section: grpo, bnpo, dr_grpo, dapo, gspo, cispo, sapo,
-    rloo, reinforce++, reinforce++-baseline, maxrl, opo, pass_at_k, gdpo, ppo, clip_cov, kl_cov, sft or
-    dpo."""
+    """Preset that fills in the other fields of this section: grpo, bnpo, dr_grpo, dapo, gspo, luspo, gmpo,
+    vespo, dppo, dro, cispo, sapo, rloo, reinforce++, reinforce++-baseline, maxrl, opo, pass_at_k, gdpo, ppo,
+    clip_cov, kl_cov, sft or dpo."""
     advantage: Advantage | str = "grpo"
     """Formula that turns rewards into advantages (algorithms/advantages.py), or your own as FILE.py:function.
     gae needs a critic."""
@@ -139,6 +162,18 @@ class AlgorithmConfig(Section):
     """clip_cov selects only tokens with a covariance below this."""
     kl_cov_coef: float = Field(1.0, ge=0)
     """Weight of kl_cov's penalty |policy logprob - old logprob| on the selected tokens."""
+    dppo_penalty: float = Field(0.0, ge=0)
+    """Weight of dppo's penalty on (log of the ratio to the sampler)^2. prime-rl: 0.001."""
+    dro_beta: float = Field(0.05, gt=0)
+    """Weight of DRO's penalty, times 1/2."""
+    vespo_k_pos: float = Field(2.0, ge=0)
+    """VESPO's exponent for advantages of zero or more: how fast small ratios lose weight."""
+    vespo_lambda_pos: float = Field(3.0, gt=0)
+    """VESPO's decay for advantages of zero or more: how fast large ratios lose weight."""
+    vespo_k_neg: float = Field(3.0, ge=0)
+    """VESPO's exponent for negative advantages."""
+    vespo_lambda_neg: float = Field(2.0, gt=0)
+    """VESPO's decay for negative advantages."""
     beta: float = Field(0.1, gt=0)
     """DPO's factor on log(policy / reference): the higher, the closer the policy stays to its reference."""
     gamma: float = Field(1.0, gt=0, le=1)
@@ -172,6 +207,9 @@ class AlgorithmConfig(Section):
     """Weight of the KL to the reference policy. 0: the KL is not computed; 1e-9 only measures it."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's estimator of the KL (algorithms/kl.py)."""
+    kl_bias_correction: bool = False
+    """Multiply the KL in the loss by the probability ratio, which makes its gradient that of the KL
+    (DeepSeek-V3.2, arXiv 2512.02556). TRL's use_bias_correction_kl, on there."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL enters: as a term of the loss, or as a penalty per token in the reward."""
     kl_ref: Literal["init", "base"] = "init"
@@ -248,6 +286,16 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def check_kl(self) -> Self:
+        if self.kl_bias_correction and (self.kl_coef == 0 or self.kl_in == "reward"):
+            raise ValueError(
+                "algorithm.kl_bias_correction=true corrects the KL in the loss, and "
+                f"kl_coef={self.kl_coef:g} with kl_in={self.kl_in} puts none there; set kl_coef and "
+                "kl_in=loss, or leave it out."
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_limits(self) -> Self:
         if not self.limits:
             return self
@@ -317,6 +365,18 @@ class AlgorithmConfig(Section):
         return self.advantage == "gae"
 
     @property
+    def compares_with_sampler(self) -> bool:
+        """Whether the policy loss has the ratio to the sampler, so that importance weights do not count."""
+        return self.policy_loss in ("dppo", "dppo_kl", "dro", "vespo")
+
+    @property
+    def pulls_to_sampler(self) -> bool:
+        """Whether tokens with an advantage of 0 have a gradient."""
+        return self.policy_loss == "dro" or (
+            self.policy_loss in ("dppo", "dppo_kl") and self.dppo_penalty > 0
+        )
+
+    @property
     def uses_entropy(self) -> bool:
         """Whether the loss has a bonus for entropy, now or later."""
         return self.entropy_coef != 0 or self.entropy_target is not None
@@ -361,6 +421,9 @@ class ImportanceConfig(Section):
     """Largest importance weight; see `mode`."""
     floor: float = Field(0.0, ge=0)
     """Smallest importance weight; mode=mask sets weights below it to 0."""
+    off_policy_kl: float | None = Field(None, gt=0)
+    """Completions with a negative advantage get weight 0 where the mean of log(sampler / policy) over their
+    tokens is above this, in nats (DeepSeek-V3.2, arXiv 2512.02556). none: no limit."""
     reject_kl: float | None = Field(None, gt=0)
     """Largest mean KL per token (k3, nats) between engine and trainer; completions above it get weight 0.
     none: no limit."""

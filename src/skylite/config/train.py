@@ -241,6 +241,20 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def check_importance(self) -> Self:
+        fields = ImportanceConfig.model_fields
+        changed = [
+            n for n in ("mode", "level", "cap", "floor") if getattr(self.importance, n) != fields[n].default
+        ]
+        if changed and self.algorithm.compares_with_sampler:
+            raise ValueError(
+                f"importance.{changed[0]}={getattr(self.importance, changed[0])} has no effect with "
+                f"algorithm.policy_loss={self.algorithm.policy_loss}, whose ratio is that to the sampler; "
+                "leave it out."
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_groups(self) -> Self:
         if self.rollout.group_size < 2 and self.algorithm.compares_groups:
             raise ValueError(
