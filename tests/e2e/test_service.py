@@ -8,11 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import torch
 from peft import PeftModel
@@ -20,10 +23,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.project import COMMAND, descendants
 from tests.e2e.running import DEADLINE_S, wait_gone
+from tests.unit.service_cases import forward_backward
 
 FOLDER = Path(sys.prefix) / "tinker"
 CLIENT = Path(__file__).with_name("tinker_client.py")
 ANN, BOB = "tml-ann-0000000000000", "tml-bob-0000000000000"
+DYING = Path(__file__).with_name("dying_client.py")
+FUTURE = "retrieve_future"
+VERBS = 10
+LORA = {"rank": 4, "seed": 1}
 SETTINGS = (
     "trainer.deterministic=true",
     "trainer.num_threads=1",
@@ -153,17 +161,103 @@ def test_preferences_through_a_loss_of_the_client(service: Running):
     assert found["margins"][-1] > 0.1
 
 
-def test_a_client_that_is_killed_disturbs_nobody_and_keeps_what_it_saved(
-    service: Running, alone: list[dict[str, Any]]
-):
-    dying = service.client("die")
-    assert dying.stdout is not None
-    state = json.loads(dying.stdout.readline())["state"]
-    other = service.client("sft", "1")
-    dying.send_signal(signal.SIGKILL)
-    dying.communicate()
-    assert result_of(other)["losses"] == alone[0]["losses"]
-    assert service.result("steal", state) == {}
+def post(service: Running, path: str, body: dict[str, Any] | bytes, key: str = ANN) -> Any:
+    """The JSON of a reply, or of the answer that it promises; None if that is not JSON."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    reply = httpx.post(
+        f"{service.url}/api/v1/{path}", content=content, headers={"X-API-Key": key}, timeout=60
+    )
+    if not reply.is_success:
+        return reply.json()
+    if "request_id" in (found := reply.json() if reply.content[:1] == b"{" else {}) and path != FUTURE:
+        return post(service, FUTURE, {"request_id": found["request_id"]}, key)
+    return found
+
+
+def new_policy(service: Running, key: str = ANN) -> tuple[str, str]:
+    """A session, and a policy of seed 1 in it."""
+    session = post(service, "create_session", {"sdk_version": "x"}, key)["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": service.model, "lora_config": LORA}
+    return session, post(service, "create_model", body, key)["model_id"]
+
+
+def bobs_steps(service: Running, count: int, disturb: Callable[[int], None]) -> list[Any]:
+    """What an update gives, with others in flight while it is computed."""
+    session, name = new_policy(service, BOB)
+    norms, tokens = [], tuple(7 * i % 249 + 1 for i in range(400))
+    for step in range(count):
+        first = 3 * step + 1
+        adam = {"model_id": name, "seq_id": first + 2, "adam_params": {"learning_rate": 0.01}}
+        with ThreadPoolExecutor() as pool:
+            update = pool.submit(post, service, "optim_step", adam, BOB)
+            for number in (first, first + 1):
+                pool.submit(
+                    post, service, "forward_backward", forward_backward(name, number, tokens=tokens), BOB
+                )
+            disturb(step)
+            norms.append(update.result()["metrics"]["grad_norm"])
+    post(service, f"sessions/{session}/finish", {}, BOB)
+    return norms
+
+
+def requests_of(
+    service: Running, session: str, name: str, state: str
+) -> list[tuple[str, dict[str, Any] | bytes]]:
+    """A request of each verb, of a client with a policy, a session and a saved state."""
+    turn = {"model_id": name, "seq_id": 2}
+    another = {"session_id": session, "model_seq_id": 1}
+    sampler = {"session_id": session, "sampling_session_seq_id": 7, "base_model": service.model}
+    sample = {"seq_id": 0, "prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"max_tokens": 4}}
+    return [
+        ("create_session", {"sdk_version": "x"}),
+        ("create_model", {**another, "base_model": service.model, "lora_config": LORA}),
+        ("forward_backward", forward_backward(name, 2)),
+        ("optim_step", {**turn, "adam_params": {}}),
+        ("save_weights", {**turn, "path": "b"}),
+        ("save_weights_for_sampler", {**turn, "path": "b"}),
+        ("save_weights_external", {**turn, "path": "b"}),
+        ("load_weights", {**turn, "path": state, "optimizer": True}),
+        ("load_weights", {**another, "path": state, "optimizer": False}),
+        ("asample", {**post(service, "create_sampling_session", sampler), **sample}),
+    ]
+
+
+def killed_in_flight(service: Running, path: str, body: dict[str, Any] | bytes) -> None:
+    """A client in a process of its own, until SIGKILL."""
+    address = urlsplit(service.url)
+    words = [sys.executable, str(DYING), str(address.hostname), str(address.port), ANN, path]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(body if isinstance(body, bytes) else json.dumps(body).encode())
+    process.stdin.close()
+    assert process.stdout.readline() == b"in flight\n", path
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_client_killed_at_each_verb_disturbs_nobody_and_keeps_what_it_saved(service: Running):
+    states: list[str] = []
+
+    def kill_at(step: int) -> None:
+        session, name = new_policy(service)
+        save = {"model_id": name, "seq_id": 1, "path": "mine"}
+        states.append(post(service, "save_weights", save)["path"])
+        requests = requests_of(service, session, name, states[0])
+        assert len(requests) == VERBS
+        killed_in_flight(service, *requests[step])
+        post(service, f"sessions/{session}/finish", {})
+        assert "You have no such model" in post(service, "get_info", {"model_id": name})["detail"]
+
+    alone = bobs_steps(service, VERBS, lambda _: None)
+    assert bobs_steps(service, VERBS, kill_at) == alone
+    assert len(set(alone)) == VERBS
+    session, _ = new_policy(service)
+    for number, path in enumerate(states, start=1):
+        body = {"session_id": session, "model_seq_id": number, "path": path, "optimizer": True}
+        assert post(service, "load_weights", body)["path"] == path
+    post(service, f"sessions/{session}/finish", {})
 
 
 def test_the_cookbooks_own_loops_run(service: Running, tmp_path: Path):

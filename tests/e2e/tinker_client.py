@@ -140,17 +140,6 @@ def dpo(client: tinker.ServiceClient, model: str, word: str) -> dict[str, Any]:
     return {"losses": [s["loss:sum"] for s in steps], "margins": [s["margin"] for s in steps]}
 
 
-def die(client: tinker.ServiceClient, model: str, word: str) -> dict[str, Any]:
-    """Save, then send work without end, until somebody kills this process."""
-    trainer = client.create_lora_training_client(base_model=model, rank=4, seed=5).result()
-    ids = trainer.get_tokenizer().encode(TEXTS[0] * 4)
-    data = [datum(ids, weights=[1.0] * (len(ids) - 1))] * 8
-    print(json.dumps({"state": trainer.save_state("before").result().path}), flush=True)
-    while True:
-        trainer.forward_backward(data, "cross_entropy")
-        trainer.optim_step(types.AdamParams()).result()
-
-
 def steal(client: tinker.ServiceClient, model: str, word: str) -> dict[str, Any]:
     """Use what another user has saved."""
     try:
