@@ -73,6 +73,7 @@ check: $(READY) ## format, lint, types, layers, links, and whether pages made fr
 	$(BIN)/python docs/generate_reference.py --check
 	$(BIN)/python docs/generate_gpu_fit.py --check
 	$(BIN)/python docs/generate_gpu_results.py --check
+	$(BIN)/python docs/generate_notebook.py --check
 
 # Three processes share the test files (tests/conftest.py groups them). Most tests wait for one thread: an
 # import, a start, a disk. Waiting OpenMP threads sleep (passive): spinning ones take the cores from the others.
@@ -138,6 +139,7 @@ docs-reference: $(READY) ## write the pages and tables in docs/ that are made fr
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_gpu_fit.py
 	$(BIN)/python docs/generate_gpu_results.py
+	$(BIN)/python docs/generate_notebook.py
 
 models-sweep: $(READY) ## train a tiny model of every family of transformers (hub/families.json, 15 minutes)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.model_sweep

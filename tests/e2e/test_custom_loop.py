@@ -52,11 +52,11 @@ print(json.dumps(found))
 """
 
 
-def run(folder: Path, *words: str) -> str:
+def run(folder: Path, *words: str, **env: str) -> str:
     done = subprocess.run(
         [sys.executable, *words],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
         timeout=240,
@@ -67,7 +67,7 @@ def run(folder: Path, *words: str) -> str:
 
 
 def test_the_example_lowers_its_loss_and_publishes(tiny_llama: Path, tmp_path: Path):
-    out = run(tmp_path, str(ROOT / "examples" / "custom_loop.py"), str(tiny_llama))
+    out = run(tmp_path, str(ROOT / "examples" / "custom_loop.py"), MODEL=str(tiny_llama))
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", out)]
     assert losses[0] == 0.6931  # log 2
     assert losses == sorted(losses, reverse=True)
