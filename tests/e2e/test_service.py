@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -73,7 +74,7 @@ def service(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         port = probe.getsockname()[1]
     root = tmp_path_factory.mktemp("service")
     flags = [word for setting in SETTINGS for word in ("--set", setting)]
-    flags += ["--rank", "8", "--max-length", "512", "--port", str(port), "--out", "clients"]
+    flags += ["--rank", "32", "--max-length", "512", "--port", str(port), "--out", "clients"]
     with (root / "log").open("wb") as log:
         process = subprocess.Popen(
             [*COMMAND, "service", "--model", str(tiny_llama), *flags],
@@ -260,6 +261,104 @@ def test_a_client_killed_at_each_verb_disturbs_nobody_and_keeps_what_it_saved(se
     post(service, f"sessions/{session}/finish", {})
 
 
+@dataclass
+class Reference:
+    """PEFT's model in plain transformers, with torch's AdamW, from the adapter that policies start with."""
+
+    model: Any
+    adamw: torch.optim.AdamW
+
+    @classmethod
+    def load(cls, service: Running, adapter: Path) -> Reference:
+        base = AutoModelForCausalLM.from_pretrained(service.model, dtype=torch.float32)
+        model = PeftModel.from_pretrained(base, str(adapter), is_trainable=True).eval()
+        return cls(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+
+    def logprobs(self, data: list[dict[str, Any]]) -> list[torch.Tensor]:
+        """[N] of the targets of each datum."""
+        found = []
+        for datum in data:
+            table = torch.log_softmax(self.model(torch.tensor([datum["ids"]])).logits[0].float(), 1)
+            found.append(table.gather(1, torch.tensor(datum["target_tokens"])[:, None])[:, 0])
+        return found
+
+    def update(self, adam: dict[str, Any]) -> None:
+        for group in self.adamw.param_groups:
+            group.update(lr=adam["learning_rate"], betas=(adam["beta1"], adam["beta2"]), eps=adam["eps"])
+            group["weight_decay"] = adam["weight_decay"]
+        self.adamw.step()
+        self.adamw.zero_grad()
+
+    def passes(self, steps: list[dict[str, Any]]) -> Iterator[tuple[float, list[torch.Tensor]]]:
+        """Loss and logprobs of each pass, with the updates between them."""
+        for step in steps:
+            if "adam" in step:
+                self.update(step["adam"])
+                continue
+            logprobs, total = self.logprobs(step["data"]), torch.zeros(())
+            for logprob, datum in zip(logprobs, step["data"], strict=True):
+                if step["loss"] == "cross_entropy":
+                    total = total - (logprob * torch.tensor(datum["weights"])).sum()
+                else:
+                    ratio = (logprob - torch.tensor(datum["logprobs"])).exp()
+                    total = total - (ratio * torch.tensor(datum["advantages"])).sum()
+            total.backward()
+            yield float(total.detach()), [x.detach() for x in logprobs]
+
+
+def dpo_loss(mine: list[Any], base: list[Any], data: list[dict[str, Any]], beta: float) -> float:
+    """The mean over pairs; the replies are where the passes have a weight."""
+    gains = [
+        float((x - y)[torch.tensor(datum["weights"]) != 0].double().sum())
+        for x, y, datum in zip(mine, base, data, strict=True)
+    ]
+    margins = [beta * (good - bad) for good, bad in zip(gains[::2], gains[1::2], strict=True)]
+    return sum(math.log1p(math.exp(-margin)) for margin in margins) / len(margins)
+
+
+def check_losses(service: Running, folder: Path, metrics: dict[str, Any]) -> None:
+    """The loops' losses and logprobs equal those of plain torch to 1e-5."""
+    service.result("start", str(folder))
+    teacher = Reference.load(service, folder / "rank-8")
+    for name, lines in metrics.items():
+        steps = json.loads((folder / name / "passes.json").read_text())
+        mine = Reference.load(service, folder / ("rank-32" if name == "dpo" else "rank-8"))
+        with torch.no_grad():  # B is zero: the base
+            before = [mine.logprobs(step["data"]) for step in steps if "loss" in step]
+        found = list((teacher if name == "sl" else mine).passes(steps))
+        assert len(found) == len(lines) > 1
+        for line, step, (total, logprobs), old in zip(
+            lines, (step for step in steps if "loss" in step), found, before, strict=True
+        ):
+            data = step["data"]
+            for theirs, expected in zip(step["logprobs"], logprobs, strict=True):
+                assert theirs == pytest.approx(expected.tolist(), abs=1e-5), name
+            if name == "dpo":
+                assert line["dpo_loss"] == pytest.approx(dpo_loss(logprobs, old, data, 0.1), abs=1e-5)
+                continue
+            assert step["sum"] == pytest.approx(total, rel=1e-5, abs=1e-5), name
+            if name == "sl":
+                weights = sum(sum(datum["weights"]) for datum in data)
+                assert line["train_mean_nll"] == pytest.approx(total / weights, abs=1e-5)
+            if name == "distillation":
+                with torch.no_grad():
+                    taught = teacher.logprobs(data)
+                assert line["teacher_kl"] == pytest.approx(teacher_kl(taught, data), abs=1e-5)
+                assert abs(line["teacher_kl"]) > 1e-3
+
+
+def teacher_kl(taught: list[torch.Tensor], data: list[dict[str, Any]]) -> float:
+    """Mean of log p - log q over the sampled tokens; the advantage of each is its negative."""
+    gaps = [
+        (sampled - float(logprob), advantage)
+        for datum, logprobs in zip(data, taught, strict=True)
+        for sampled, logprob, advantage in zip(datum["logprobs"], logprobs, datum["advantages"], strict=True)
+        if sampled
+    ]
+    assert all(advantage == pytest.approx(-gap, abs=1e-5) for gap, advantage in gaps)
+    return sum(gap for gap, _ in gaps) / len(gaps)
+
+
 def test_the_cookbooks_own_loops_run(service: Running, tmp_path: Path):
     script = Path(__file__).with_name("cookbook_loops.py")
     env = {**os.environ, "PYTHONPATH": str(FOLDER), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -268,11 +367,12 @@ def test_the_cookbooks_own_loops_run(service: Running, tmp_path: Path):
     assert done.returncode == 0, done.stderr[-4000:]
     found = {
         name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("sl", "rl")
+        for name in ("sl", "rl", "distillation", "dpo")
     }
     losses = [line["train_mean_nll"] for line in found["sl"]]
     assert losses == sorted(losses, reverse=True)
     assert [0 < line["reward/total"] < 1 and line["grad_norm"] > 0 for line in found["rl"]] == [True, True]
+    check_losses(service, tmp_path, found)
     states = (tmp_path / "rl" / "checkpoints.jsonl").read_text()
     assert "/weights/final" in states
     assert "/sampler_weights/final" in states

@@ -52,6 +52,23 @@ def sft(client: tinker.ServiceClient, model: str, word: str) -> dict[str, Any]:
     }
 
 
+def fetch(client: tinker.ServiceClient, trainer: tinker.TrainingClient, folder: Path) -> None:
+    """The policy's adapter as files."""
+    path = trainer.save_weights_external("files").result().path
+    urls = client.create_rest_client().get_external_weights_urls(path).result().urls
+    for name, url in urls.items():
+        (folder / name).write_bytes(urllib.request.urlopen(url).read())
+
+
+def start(client: tinker.ServiceClient, model: str, word: str) -> dict[str, Any]:
+    """What policies of the seed 7 start with, as folders in `word`."""
+    for rank in (8, 32):
+        trainer = client.create_lora_training_client(base_model=model, rank=rank, seed=7).result()
+        (folder := Path(word, f"rank-{rank}")).mkdir()
+        fetch(client, trainer, folder)
+    return {}
+
+
 def download(client: tinker.ServiceClient, model: str, word: str) -> dict[str, Any]:
     """One update, and its adapter as files in the folder `word`."""
     trainer = client.create_lora_training_client(base_model=model, rank=2, seed=1, train_attn=False).result()
@@ -59,10 +76,7 @@ def download(client: tinker.ServiceClient, model: str, word: str) -> dict[str, A
     data = [datum(ids, weights=[1.0] * (len(ids) - 1))]
     trainer.forward_backward(data, "cross_entropy").result()
     trainer.optim_step(types.AdamParams(learning_rate=1e-2)).result()
-    path = trainer.save_weights_external("files").result().path
-    urls = client.create_rest_client().get_external_weights_urls(path).result().urls
-    for name, url in urls.items():
-        Path(word, name).write_bytes(urllib.request.urlopen(url).read())
+    fetch(client, trainer, Path(word))
     result = trainer.forward(data, "cross_entropy").result()
     return {"ids": ids, "logprobs": result.loss_fn_outputs[0]["logprobs"].tolist()}
 
