@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
-from skylite.config.algorithm import PRESETS, SOURCES
+from skylite.config.algorithm import DISTILLATIONS, PRESETS, SOURCES
 from skylite.config.train import TrainConfig
 from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.packing import Packing
@@ -35,7 +35,12 @@ from tests.tiny_models import make_tiny_model
 PROBE = list(range(20, 40))
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    **{n: {"name": n} for n in PRESETS if n not in ("ppo", "clip_cov", "kl_cov", "dapo", *SOURCES)},
+    **{
+        n: {"name": n}
+        for n in PRESETS
+        if n not in ("ppo", "clip_cov", "kl_cov", "dapo", *SOURCES, *DISTILLATIONS)
+    },
+    "opd": {"name": "opd", "reward_weight": 0.5, "distill_coef": 0.3},
     "dapo": {"name": "dapo", "zero_std_groups": "drop", "mask_truncated": True},
     "grpo paper": {"aggregation": "seq-mean-token-mean", "kl_coef": 0.1, "kl_estimator": "k1"},
     "dual_clip": {"policy_loss": "dual_clip", "dual_clip": 1.5},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ class Before:
     old: torch.Tensor
     entropies: torch.Tensor
     ref: torch.Tensor | None = None
+    teacher: torch.Tensor | None = None
     values: torch.Tensor | None = None
 
 
@@ -28,6 +29,24 @@ def reference_advantages(
     samples: Sequence[Row], config: TrainConfig, before: Sequence[Before]
 ) -> list[list[float]]:
     """An advantage per completion token of each row, computed with the standard library only."""
+    a, rows = config.algorithm, _of_rewards(samples, config, before)
+    if not a.uses_teacher:
+        return rows
+    return [
+        [
+            a.reward_weight * x - a.distill_coef * (own - taught)
+            for x, own, taught in zip(row, b.old.tolist(), _known(b.teacher), strict=True)
+        ]
+        for row, b in zip(rows, before, strict=True)
+    ]
+
+
+def _known(values: torch.Tensor | None) -> list[float]:
+    assert values is not None
+    return values.tolist()
+
+
+def _of_rewards(samples: Sequence[Row], config: TrainConfig, before: Sequence[Before]) -> list[list[float]]:
     a = config.algorithm
     penalties = [_kl_penalty(b, a) for b in before]
     if a.advantage in ("gae", "reinforce++"):
@@ -139,12 +158,18 @@ def reference_loss(
     part: range,
     config: TrainConfig,
     before: Sequence[Before] | None = None,
+    teacher: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Loss of the mini-batch samples[part]. `before`: all samples before the first update, or None."""
+    """Loss of the mini-batch samples[part]. `before`: all samples before the first update, or None.
+
+    `teacher`: its logprobs. None: of the base.
+    """
     a, temperature = config.algorithm, config.rollout.temperature
     scores = {i: reference_scores(model, samples[i], temperature) for i in part}
     if before is None:
         before = reference_before(model, samples, config)
+    if teacher is not None:
+        before = [replace(b, teacher=taught) for b, taught in zip(before, teacher, strict=True)]
     advantages = reference_advantages(samples, config, before)
     counted = [i for i in part if _is_counted(samples[i], samples, config)]
     lengths = {i: len(samples[i].completion_token_ids) for i in part}
@@ -186,10 +211,10 @@ def reference_before(
     for index, sample in enumerate(samples):
         old, entropies = reference_scores(model, sample, config.rollout.temperature)
         ref = None
-        if config.algorithm.uses_ref:
+        if config.algorithm.uses_ref or config.algorithm.uses_teacher:
             with model.disable_adapter():
                 ref = reference_logprobs(model, sample, config.rollout.temperature)
-        found.append(Before(old, entropies, ref, None if values is None else values[index]))
+        found.append(Before(old, entropies, ref, ref, None if values is None else values[index]))
     return found
 
 

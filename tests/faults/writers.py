@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from skylite.adapters.import_adapter import copy_warm_start
+from skylite.adapters.import_adapter import copy_adapter
 from skylite.adapters.manifest import Canary
 from skylite.adapters.retention import clean_up
 from skylite.config.train import AnomalyConfig, EvalConfig, RunConfig
@@ -132,7 +132,7 @@ def writers(policy: Policy, optimizer: FlatAdamW, model: Path) -> dict[str, Call
             str(rows(model.parent, v)), out=folder / "data", question="q", answer="a", reward="gsm8k"
         ),
         "eval": lambda folder, v: write_results(folder / "greedy.parquet", results(v)),
-        "warm start": lambda folder, v: copy_warm_start(model.parent / "adapter", RunDir(folder / str(v))),
+        "warm start": lambda folder, v: copy_adapter(model.parent / "adapter", folder / str(v) / "copy"),
         "lock": lock,
         **small_writers(model),
     }

@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from skylite.adapters.import_adapter import adopt_adapter, copy_warm_start, read_warm_start
+from skylite.adapters.import_adapter import adopt_adapter, copy_adapter, read_warm_start
 from skylite.export.weights import equalise_ranks
 from skylite.model.policy import load_policy
 from skylite.run.run_dir import RunDir
@@ -34,7 +34,7 @@ def test_peft_computes_the_logprobs_and_a_run_continues_from_the_same_bits(
     warm = settings(lora={"from_adapter": str(adapter)})
     config, _ = adopt_adapter(warm, (), tiny_llama)
     run = RunDir(tmp_path / "run")
-    copy_warm_start(adapter, run)
+    copy_adapter(adapter, run.warm_start)
     started = resolved(tiny_llama, tmp_path, identity={"warm_start": run.warm_start})
     with lone_rank() as dist:
         continued = adapter_tensors(load_policy(started, config, dist))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skylite.adapters.import_adapter import copy_warm_start
+from skylite.adapters.import_adapter import copy_adapter
 from skylite.config.train import AnomalyConfig
 from skylite.errors import ConfigError, WriteFailed
 from skylite.hub import bundled_smollm2
@@ -75,7 +75,7 @@ def test_a_warm_start_needs_space_before_the_run_and_before_its_copy(
     config = settings(lora={"rank": 4, "alpha": 8, "from_adapter": str(source)})
     with_free(monkeypatch, 1 << 30)
     with pytest.raises(WriteFailed, match=r"warm_start needs 1 GiB"):
-        copy_warm_start(source, run)
+        copy_adapter(source, run.warm_start)
     with pytest.raises(ConfigError, match=r"The run needs 1\.\d+ GiB"):
         check_disk_space(run, config, resolved(tiny_llama, tmp_path / "sync"))
     assert not run.warm_start.exists()

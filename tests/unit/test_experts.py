@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from skylite.adapters.experts import BOTH, ExpertSizes, expert_layers, module_of
-from skylite.adapters.import_adapter import adopt_adapter, copy_warm_start, path_of, read_warm_start
+from skylite.adapters.import_adapter import adopt_adapter, copy_adapter, path_of, read_warm_start
 from skylite.adapters.peft_targets import exactly_these_modules
 from skylite.adapters.target_modules import check_target_names, predict_modules
 from skylite.config.lora import LoraConfig
@@ -200,7 +200,7 @@ def test_peft_computes_the_logprobs_and_a_run_continues_from_the_same_bits(
     config, _ = adopt_adapter(settings(lora={"from_adapter": str(adapter)}), (), moe)
     assert config.lora.target_parameters == form["target_parameters"]
     run = RunDir(tmp_path / "run")
-    copy_warm_start(adapter, run)
+    copy_adapter(adapter, run.warm_start)
     started = resolved(moe, tmp_path, identity={"warm_start": run.warm_start})
     with lone_rank() as dist:
         continued = adapter_tensors(load_policy(started, config, dist))

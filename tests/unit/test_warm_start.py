@@ -12,9 +12,10 @@ import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from skylite.adapters.import_adapter import copy_warm_start, read_warm_start
+from skylite.adapters.import_adapter import copy_adapter, read_warm_start
 from skylite.adapters.manifest import Canary, Manifest
 from skylite.cli.main import app
+from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.loading import read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_rows
@@ -145,7 +146,7 @@ def test_a_copy_that_is_damaged_is_noticed_and_removed(root: Path, monkeypatch: 
     run = RunDir(root / "run")
     monkeypatch.setattr(shutil, "copyfile", copy_half)
     with pytest.raises(ModelError):
-        copy_warm_start(make_adapter(root / "adapter", "model"), run)
+        copy_adapter(make_adapter(root / "adapter", "model"), run.warm_start)
     assert not run.warm_start.exists()
 
 
@@ -224,6 +225,27 @@ def test_the_run_owns_a_copy_and_resumes_without_the_source_folder(root: Path) -
     moved = RunDir(run.root.rename(root / "moved"))
     identity = plan_resume(moved).resolved.identity
     assert (identity.warm_start, identity.lora_sync_path) == (moved.warm_start, moved.default_adapters)
+
+
+def test_a_teacher_is_checked_against_the_base_and_copied(root: Path) -> None:
+    def distilled(adapter: Path) -> TrainConfig:
+        algorithm = AlgorithmConfig(name="opd", teacher=str(adapter))
+        return config(root, root).model_copy(update={"lora": TrainConfig().lora, "algorithm": algorithm})
+
+    foreign, run = publish(make_adapter(root / "foreign", "model"), "0" * 64), RunDir(root / "run")
+    with pytest.raises(ConfigError, match=r"foreign was trained on the-base .* Set --model"):
+        plan_run(distilled(foreign), run)
+    with pytest.raises(ModelError, match="nothing is not an adapter folder"):
+        plan_run(distilled(root / "nothing"), run)
+    own = publish(make_adapter(root / "own", "model"), check_folder(root / "model", "").fingerprint)
+    plan = plan_run(distilled(own), run)
+    assert any(f"teacher {own} (rank 4, alpha 8)" in note.text for note in plan.resolved.notes)
+    write_run(plan)
+    shutil.rmtree(own)
+    assert not run.warm_start.exists()
+    moved = RunDir(run.root.rename(root / "moved"))
+    assert plan_resume(moved).resolved.identity.teacher == moved.teacher
+    assert read_warm_start(moved.teacher).rank == 4
 
 
 def test_a_run_without_a_warm_start_has_none(root: Path) -> None:

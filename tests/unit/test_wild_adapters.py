@@ -15,7 +15,7 @@ from safetensors import torch as torch_file
 from safetensors.numpy import load_file, save_file
 
 from skylite.adapters.folder import find_adapter
-from skylite.adapters.import_adapter import adopt_adapter, copy_warm_start, read_warm_start
+from skylite.adapters.import_adapter import adopt_adapter, copy_adapter, read_warm_start
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, ModelError
@@ -176,7 +176,7 @@ def test_version_0_has_the_bits_of_the_adapter_and_nobody_types_its_settings(
     assert {key: getattr(config.lora, key) for key in usual} == usual | expected
 
     run = RunDir(tmp_path / "run")
-    copy_warm_start(adapter, run)
+    copy_adapter(adapter, run.warm_start)
     started = resolved(tiny_llama, tmp_path, identity={"warm_start": run.warm_start})
     with lone_rank() as dist:
         published = adapter_tensors(load_policy(started, config, dist))

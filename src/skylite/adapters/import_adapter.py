@@ -41,7 +41,7 @@ from skylite.errors import ConfigError, ModelError
 from skylite.hub.text_model import PARTS, model_shapes, text_shapes
 from skylite.notes import Note, warning
 from skylite.run.files import atomic_folder
-from skylite.run.run_dir import RunDir, adapter_name
+from skylite.run.run_dir import adapter_name
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
@@ -192,6 +192,24 @@ def check_warm_start(config: TrainConfig, model_path: Path, fingerprint: str) ->
     return notes
 
 
+def check_teacher(config: TrainConfig, folder: str, model_path: Path, fingerprint: str) -> list[Note]:
+    """Check the adapter that algorithm.teacher names against the base model. Returns notes on it.
+
+    Raises ConfigError or ModelError.
+    """
+    found = read_warm_start(expand_adapter_path(folder))
+    notes = check_base_model(found, config.model.name, model_path, fingerprint)
+    lora = lora_of(found.folder, model_path)
+    about = f"teacher {found.folder} (rank {lora.rank}, alpha {lora.alpha:g})"
+    return [Note(text) for text in (*notes, about)]
+
+
+def lora_of(folder: Path, model_path: Path) -> LoraConfig:
+    """The settings with which a policy would have exactly the matrices of an adapter. Raises ModelError."""
+    config = TrainConfig(lora=LoraConfig(from_adapter=str(folder)))
+    return adopt_adapter(config, (), model_path)[0].lora
+
+
 def read_warm_start(folder: Path) -> WarmStart:
     """Read an adapter folder and check that it holds intact, plain LoRA weights.
 
@@ -255,12 +273,12 @@ def check_base_model(found: WarmStart, model_name: str, model_path: Path, finger
     return []
 
 
-def copy_warm_start(source: Path, run: RunDir) -> None:
-    """Copy the adapter into the run atomically.
+def copy_adapter(source: Path, copied: Path) -> None:
+    """Copy the adapter as the folder `copied` of a run, atomically.
 
     Raises ModelError for a damaged copy, WriteFailed.
     """
-    with atomic_folder(run.warm_start, warm_start_bytes(source)) as folder:
+    with atomic_folder(copied, warm_start_bytes(source)) as folder:
         copy_tensors(source, folder, read_warm_start(source).saved)
         for name in (CONFIG, MANIFEST):
             if (source / name).is_file():

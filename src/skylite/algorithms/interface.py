@@ -1,4 +1,4 @@
-"""What the trainer asks of an algorithm. One file a family: policy_gradient.py, sft.py, dpo.py."""
+"""What the trainer asks of an algorithm. One file a family, such as policy_gradient.py or distillation.py."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ class Algorithm:
     @property
     def needs_reference(self) -> bool:
         """Whether the loss needs the reference policy's logprobs."""
+        return False
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the loss needs the teacher's logprobs."""
         return False
 
     @property

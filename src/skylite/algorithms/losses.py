@@ -45,6 +45,8 @@ class LossInputs:
     """As the engine reported them; None: not sampled."""
     ref_logprobs: Tensor | None = None
     """Under the reference policy, if the loss needs it."""
+    teacher_logprobs: Tensor | None = None
+    """Under the teacher, if the algorithm has one."""
     kl_penalty: Tensor | None = None
     """kl_coef times the KL estimate, if the KL is subtracted from the reward."""
     entropies: Tensor | None = None

@@ -94,6 +94,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # arXiv 2505.22617: tokens whose logprob and advantage vary together drive the loss of entropy.
     "clip_cov": {"policy_loss": "clip_cov"},
     "kl_cov": {"policy_loss": "kl_cov"},
+    # On-policy distillation (Lu, Thinking Machines Lab, 2025): a teacher scores each sampled token.
+    "opd": {},
     # The mean negative log-likelihood of the assistant's tokens of prepared chats. No engine samples.
     "sft": {},
     # arXiv 2305.18290: the chosen reply of a prepared pair against the rejected one. No engine samples.
@@ -102,6 +104,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 Source = Literal["rollouts", "chats", "pairs"]
 SOURCES: dict[str, Source] = {"sft": "chats", "dpo": "pairs"}
 """Algorithm -> what its examples come from, if that is prepared data."""
+DISTILLATIONS = ("opd",)
+"""Algorithms in which a teacher scores the sampled tokens (algorithms/distillation.py)."""
+BASE_TEACHER, AVERAGE = "base", "ema"
+"""Values of algorithm.teacher that are not folders."""
+OF_TEACHERS = ["teacher", "teacher_update_rate", "distill_coef", "reward_weight"]
+"""Settings that only DISTILLATIONS have."""
+OF_REWARDS = [
+    "advantage",
+    "zero_std_groups",
+    "overlong_buffer_frac",
+    "kl_in",
+    "component_advantages",
+    "at_most",
+    "at_least",
+]
+"""Settings of what rewards become."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +140,7 @@ class AlgorithmConfig(Section):
     name: str = "grpo"
     """Preset that fills in the other fields of this section: grpo, bnpo, dr_grpo, dapo, gspo, luspo, gmpo,
     vespo, dppo, dro, cispo, sapo, rloo, reinforce++, reinforce++-baseline, maxrl, opo, pass_at_k, gdpo, ppo,
-    clip_cov, kl_cov, sft or dpo."""
+    clip_cov, kl_cov, opd, sft or dpo."""
     advantage: Advantage | str = "grpo"
     """Formula that turns rewards into advantages (algorithms/advantages.py), or your own as FILE.py:function.
     gae needs a critic."""
@@ -215,6 +233,16 @@ class AlgorithmConfig(Section):
     kl_ref: Literal["init", "base"] = "init"
     """Reference policy of the KL. init: the policy at version 0, which is the warm-start adapter if there is
     one. base: always the base model."""
+    teacher: str = BASE_TEACHER
+    """Who scores the sampled tokens in opd. base: the model without an adapter. ema: an average of the
+    policy's own adapters. Else the folder of an adapter on the same base, of this run's modules or others."""
+    teacher_update_rate: float = Field(0.05, gt=0, le=1)
+    """teacher=ema: share of the policy that each step adds to the average."""
+    distill_coef: float = Field(1.0, gt=0)
+    """opd's factor on log teacher - log policy, which is added to a token's advantage."""
+    reward_weight: float = Field(0.0, ge=0)
+    """opd's factor on the advantage of the reward. 0: the reward is only measured, and group_size may be
+    1."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates per step, each on a mini-batch of complete groups; a divisor of
     rollout.prompts_per_step."""
@@ -286,6 +314,25 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def check_teacher(self) -> Self:
+        fields, why, names = type(self).model_fields, "", list[str]()
+        if not self.uses_teacher:
+            names, why = OF_TEACHERS, f"algorithm.name={self.name}, which has no teacher"
+        elif not self.learns_from_rewards:
+            names, why = OF_REWARDS, "algorithm.reward_weight=0, which leaves the reward out"
+        changed = [name for name in names if getattr(self, name) != fields[name].default]
+        if changed:
+            raise ValueError(
+                f"algorithm.{changed[0]}={getattr(self, changed[0])} has no effect with {why}; leave it out."
+            )
+        if self.uses_teacher and self.selects_by_cov:
+            raise ValueError(
+                f"algorithm.policy_loss={self.policy_loss} selects tokens by the advantage of the reward, "
+                f"which is not that of algorithm.name={self.name}; choose another loss."
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_kl(self) -> Self:
         if self.kl_bias_correction and (self.kl_coef == 0 or self.kl_in == "reward"):
             raise ValueError(
@@ -312,6 +359,21 @@ class AlgorithmConfig(Section):
                 f"algorithm.{name}; leave it out."
             )
         return self
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether a teacher scores the sampled tokens."""
+        return self.name in DISTILLATIONS
+
+    @property
+    def teacher_folder(self) -> str | None:
+        """The folder of the teacher's adapter, if it has one of its own."""
+        return self.teacher if self.uses_teacher and self.teacher not in (BASE_TEACHER, AVERAGE) else None
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether rewards decide what is learned."""
+        return self.source == "rollouts" and (not self.uses_teacher or self.reward_weight > 0)
 
     @property
     def limits(self) -> list[Limit]:
@@ -347,7 +409,7 @@ class AlgorithmConfig(Section):
     @property
     def compares_groups(self) -> bool:
         """Whether the advantage compares a completion with its group. One from a file counts as such."""
-        return self.source == "rollouts" and self.advantage not in ("gae", "reinforce++")
+        return self.learns_from_rewards and self.advantage not in ("gae", "reinforce++")
 
     @property
     def reads_components(self) -> bool:

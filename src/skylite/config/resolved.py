@@ -74,6 +74,8 @@ class RunIdentity(Section):
     """Absolute path of the folder that adapters are published in."""
     warm_start: Path | None = None
     """The run's own copy of lora.from_adapter."""
+    teacher: Path | None = None
+    """The run's own copy of the adapter that algorithm.teacher names."""
     data_sha256: str | None = None
     """sha256 of train.parquet, compared on resume; None: not compared."""
     dropped_prompts: list[str] = []

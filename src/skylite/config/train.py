@@ -8,7 +8,14 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from skylite.config.algorithm import SOURCES, AlgorithmConfig, CriticConfig, ImportanceConfig
+from skylite.config.algorithm import (
+    AVERAGE,
+    BASE_TEACHER,
+    SOURCES,
+    AlgorithmConfig,
+    CriticConfig,
+    ImportanceConfig,
+)
 from skylite.config.base_section import LENGTH, MORE, SAFETY, UPDATE, WHAT, Flag, Section
 from skylite.config.engine import EngineConfig
 from skylite.config.judge import BASE, EPISODE, JUDGE
@@ -402,6 +409,23 @@ class TrainConfig(Section):
         """Whether a warm start is pulled back to the base model, its reference."""
         has_base_reference = self.algorithm.uses_ref and self.algorithm.kl_ref == "base"
         return has_base_reference and self.lora.from_adapter is not None
+
+    @property
+    def has_average(self) -> bool:
+        """Whether the teacher is an average of the policy's own adapters."""
+        return self.algorithm.uses_teacher and self.algorithm.teacher == AVERAGE
+
+    @model_validator(mode="after")
+    def check_teacher_differs(self) -> Self:
+        algorithm = self.algorithm
+        own = self.has_average or (algorithm.teacher == BASE_TEACHER and self.lora.from_adapter is None)
+        if algorithm.uses_teacher and own and not algorithm.reward_weight:
+            raise ValueError(
+                f"algorithm.teacher={algorithm.teacher} starts as the policy itself, so nothing is learned; "
+                "name the folder of an adapter, start from one (lora.from_adapter), or add a reward "
+                "(algorithm.reward_weight)."
+            )
+        return self
 
     @model_validator(mode="after")
     def check_max_kl(self) -> Self:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skylite.adapters.experts import BOTH
-from skylite.adapters.import_adapter import adopt_adapter, check_warm_start
+from skylite.adapters.import_adapter import adopt_adapter, check_teacher, check_warm_start
 from skylite.adapters.target_modules import EXPERTS, check_target_names, last_names, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
@@ -61,6 +61,8 @@ def check_model(
         notes += notes_of(launcher.check_model(path, device, config.lora.max_rank, config.lora, max_images))
     if config.lora.from_adapter is not None:
         notes += check_warm_start(config, path, model.fingerprint)
+    if (teacher := config.algorithm.teacher_folder) is not None:
+        notes += check_teacher(config, teacher, path, model.fingerprint)
     return notes_of(
         other_parts_note(path, config.lora, max_images),
         check_trainable(path, config.trainer),

@@ -6,6 +6,7 @@ that it would have alone on the base.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from skylite.adapters.import_adapter import usual_name
+from skylite.adapters.import_adapter import lora_of, usual_name
 from skylite.adapters.peft_targets import exactly_these_modules
 from skylite.adapters.target_modules import in_layers, matches, reads_pictures, short_names, without_lora
 from skylite.config.lora import LoraConfig
@@ -49,7 +50,9 @@ REF: Final = "ref"
 """The reference policy of the KL, if it is an adapter: a frozen copy of the warm-start adapter."""
 CRITIC: Final = "critic"
 """PPO's value function."""
-Role = Literal["default", "ref", "critic"]
+TEACHER: Final = "teacher"
+"""The teacher of a distillation, if it is an adapter: one of a folder, or an average of the policy's."""
+Role = Literal["default", "ref", "critic", "teacher"]
 OWN_INITS: dict[str, Callable[[Tensor], Tensor]] = {
     "xavier": nn.init.xavier_normal_,
     "normal": partial(nn.init.normal_, std=0.2),
@@ -117,7 +120,8 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
         print(how, file=sys.stderr, flush=True)
     layers = decoder_layers(base)
     pair_cost = _pair_cost(base, layers)
-    model = _add_adapters(base, config, 0, dtype)
+    teacher = teacher_of(resolved)
+    model = _add_adapters(base, config, 0, dtype, teacher)
     if trainer.checkpointing == "full":
         checkpoint_layers(layers, lambda: has_dropout(model))
     bare = Policy(
@@ -134,10 +138,27 @@ def load_policy(resolved: Resolved, config: TrainConfig, dist: Dist) -> Policy:
         attention=trainer.attention,
         pair_cost=pair_cost,
     )
-    return _with_parameters(bare, config, resolved.identity.warm_start, dist)
+    return _with_parameters(bare, config, resolved.identity.warm_start, teacher, dist)
 
 
-def add_policy(policy: Policy, config: TrainConfig, warm_start: Path | None, dist: Dist) -> Policy:
+@dataclass(frozen=True, slots=True)
+class TeacherAdapter:
+    """An adapter from a folder, for the role TEACHER."""
+
+    folder: Path
+    lora: LoraConfig
+    """Settings that give its matrices."""
+
+
+def teacher_of(resolved: Resolved) -> TeacherAdapter | None:
+    """The run's copy of its teacher's adapter. None: the teacher has none in a folder. Raises ModelError."""
+    folder = resolved.identity.teacher
+    return None if folder is None else TeacherAdapter(folder, lora_of(folder, resolved.model.path))
+
+
+def add_policy(
+    policy: Policy, config: TrainConfig, warm_start: Path | None, teacher: TeacherAdapter | None, dist: Dist
+) -> Policy:
     """Another policy on the base of `policy`. All ranks call it; rank 0 initialises LoRA for all.
 
     Raises ModelError as `load_policy` does, and if the base's policies have LoRA on other expert weights.
@@ -153,14 +174,15 @@ def add_policy(policy: Policy, config: TrainConfig, warm_start: Path | None, dis
     numbers = [int(name.partition("_")[2] or 0) for name in model.peft_config]
     added = replace(policy, number=max(numbers, default=-1) + 1, role=POLICY)
     try:
-        _add_adapters(model, config, added.number, policy.dtype)
-        added = _with_parameters(added, config, warm_start, dist)
+        _add_adapters(model, config, added.number, policy.dtype, teacher)
+        added = _with_parameters(added, config, warm_start, teacher, dist)
     except Exception:  # such as out of memory, or an adapter that does not fit
         remove_policy(added)
         raise
     base = model.get_base_model()
     head, modules = _unwrapped_head(base), original_modules(base)
-    is_adapted = any(modules[name] is head for name in adapted_modules(base, config.lora))
+    adapters = [config.lora] if teacher is None else [config.lora, teacher.lora]
+    is_adapted = any(modules[name] is head for lora in adapters for name in adapted_modules(base, lora))
     return replace(added, lm_head=None) if is_adapted else added
 
 
@@ -175,7 +197,9 @@ def remove_policy(policy: Policy) -> None:
         model.delete_adapter(name)
 
 
-def _with_parameters(policy: Policy, config: TrainConfig, warm_start: Path | None, dist: Dist) -> Policy:
+def _with_parameters(
+    policy: Policy, config: TrainConfig, warm_start: Path | None, teacher: TeacherAdapter | None, dist: Dist
+) -> Policy:
     """The policy with the parameters of its new adapters, the same on all ranks."""
     model = policy.model
     move_adapters(model, dist.device)
@@ -184,10 +208,11 @@ def _with_parameters(policy: Policy, config: TrainConfig, warm_start: Path | Non
         load_adapter_file(warm_start, params)
     for param in params.values():
         dist.broadcast_(param.data)
-    ref = replace(policy, role=REF).adapter
-    if ref in model.peft_config:
-        for param, frozen in zip(params.values(), adapter_params(model, ref).values(), strict=True):
-            frozen.data.copy_(param.data)
+    for frozen in (role_params(policy, REF), role_params(policy, TEACHER) if teacher is None else {}):
+        for param, copied in zip(params.values() if frozen else (), frozen.values(), strict=True):
+            copied.data.copy_(param.data)
+    if teacher is not None:
+        load_adapter_file(teacher.folder, role_params(policy, TEACHER))
     base, images = model.get_base_model(), policy.images
     return replace(
         policy,
@@ -292,7 +317,7 @@ def peft_tensor_name(parameter: str) -> str:
 
     `...q_proj.lora_A.default.weight` -> `...q_proj.lora_A.weight`
     """
-    return parameter.replace(".default.weight", ".weight").removesuffix(".default")
+    return re.sub(r"\.(default|teacher)(?=\.weight$|$)", "", parameter)
 
 
 def load_adapter_file(folder: Path, params: Mapping[str, nn.Parameter]) -> None:
@@ -341,6 +366,12 @@ def adapter_params(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:
     return dict(sorted((role.join(n.rsplit(adapter, 1)), p) for n, p in own))
 
 
+def role_params(policy: Policy, role: Role) -> dict[str, nn.Parameter]:
+    """Parameters of another of the policy's adapters by name, sorted. Empty if it has none of this role."""
+    adapter = peft_adapter_name(role, policy.number)
+    return adapter_params(policy.model, adapter) if adapter in policy.model.peft_config else {}
+
+
 def move_adapters(model: PeftModel, device: torch.device) -> None:
     """Move all adapters to the compute device. PEFT creates them beside weights that may be offloaded."""
     for layer in model.modules():
@@ -362,11 +393,11 @@ def activate(policy: Policy) -> None:
 
 
 @contextmanager
-def reference_policy(policy: Policy) -> Iterator[Policy]:
-    """The KL's reference policy, inside the block: the REF adapter if there is one, else the base alone."""
-    ref = replace(policy, role=REF)
-    if ref.adapter in policy.model.peft_config:
-        yield ref
+def frozen_policy(policy: Policy, role: Role) -> Iterator[Policy]:
+    """The KL's reference (REF) or the TEACHER, inside the block: its adapter, else the base alone."""
+    frozen = replace(policy, role=role)
+    if frozen.adapter in policy.model.peft_config:
+        yield frozen
         return
     with policy.model.disable_adapter():
         yield policy
@@ -394,9 +425,13 @@ def lora_dropout(policy: Policy, active: bool) -> Iterator[None]:
 
 
 def _add_adapters(
-    model: PreTrainedModel | PeftModel, config: TrainConfig, number: int, dtype: torch.dtype
+    model: PreTrainedModel | PeftModel,
+    config: TrainConfig,
+    number: int,
+    dtype: torch.dtype,
+    teacher: TeacherAdapter | None,
 ) -> PeftModel:
-    """The model with a further POLICY adapter, and with REF and CRITIC if the algorithm needs them.
+    """The model with a further POLICY adapter, and with the other roles that the algorithm needs.
 
     The same seed gives the same bits, whatever else is on the base.
     """
@@ -404,8 +439,13 @@ def _add_adapters(
     base: PreTrainedModel = model.base_model.model if isinstance(model, PeftModel) else model
     critic, modules = config.critic_lora, adapted_modules(base, config.lora)
     adapters: dict[Role, PeftLoraConfig] = {POLICY: _peft_config(config.lora, modules)}
+    frozen = _peft_config(config.lora.model_copy(update={"dropout": 0.0}), modules)
     if config.needs_ref_adapter:
-        adapters[REF] = _peft_config(config.lora.model_copy(update={"dropout": 0.0}), modules)
+        adapters[REF] = frozen
+    if config.has_average:
+        adapters[TEACHER] = frozen
+    if teacher is not None:
+        adapters[TEACHER] = _peft_config(teacher.lora, adapted_modules(base, teacher.lora))
     if critic is not None:
         adapters[CRITIC] = _peft_config(critic, adapted_modules(base, critic))
     if not isinstance(model, PeftModel):

@@ -28,8 +28,12 @@ def check_disk_space(run: RunDir, config: TrainConfig, resolved: Resolved) -> No
     # One more of each: the new one is complete before the oldest is deleted.
     kept = config.sync.keep_last + config.checkpoint.keep_last + 2
     in_run = (config.checkpoint.keep_last + 1) * checkpoint
-    if config.lora.from_adapter is not None and not run.warm_start.exists():
-        in_run += warm_start_bytes(expand_adapter_path(config.lora.from_adapter))
+    adapters = {run.warm_start: config.lora.from_adapter, run.teacher: config.algorithm.teacher_folder}
+    in_run += sum(
+        warm_start_bytes(expand_adapter_path(source))
+        for copied, source in adapters.items()
+        if source is not None and not copied.exists()
+    )
     needs = [(resolved.identity.lora_sync_path, kept * adapter), (run.root, in_run)]
     for paths, need, free in _needs_by_disk(needs):
         if free < need + RESERVE_BYTES:
@@ -53,10 +57,14 @@ def adapter_bytes(model_path: Path, config: TrainConfig, dtype: str) -> int:
 
 
 def checkpoint_bytes(model_path: Path, config: TrainConfig) -> int:
-    """Maximum size of one checkpoint: LoRA and two AdamW moments in float32, for policy and critic."""
-    critic = config.critic_lora
-    rank = config.lora.max_rank + (critic.rank if critic is not None else 0)
-    return 3 * FLOAT32_BYTES * _lora_parameters(model_path, rank)
+    """Maximum size of one checkpoint: LoRA and two AdamW moments in float32, for policy and critic.
+
+    An average of the policy has no moments.
+    """
+    critic, own = config.critic_lora, config.lora.max_rank
+    rank = own + (critic.rank if critic is not None else 0)
+    average = _lora_parameters(model_path, own) if config.has_average else 0
+    return FLOAT32_BYTES * (3 * _lora_parameters(model_path, rank) + average)
 
 
 def rollout_bytes(config: TrainConfig) -> int:

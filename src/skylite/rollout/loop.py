@@ -62,7 +62,8 @@ class EqualRewards:
     def after(self, metrics: Mapping[str, Any]) -> str:
         """Whether to warn after a step with these metrics: the sentence, or empty."""
         share = metrics.get("groups/zero_std_sampled_frac", 0.0)
-        self.steps = self.steps + 1 if share is not None and share >= 1 else 0
+        has_signal = share is None or share < 1 or "teacher/kl" in metrics
+        self.steps = 0 if has_signal else self.steps + 1
         doublings = math.log2(self.steps / EQUAL_STEPS) if self.steps >= EQUAL_STEPS else -1.0
         return self.text(metrics) if doublings >= 0 and doublings.is_integer() else ""
 

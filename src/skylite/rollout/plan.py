@@ -15,7 +15,7 @@ from typing import Any
 import skylite
 from skylite.adapters.import_adapter import (
     adopt_adapter,
-    copy_warm_start,
+    copy_adapter,
     expand_adapter_path,
 )
 from skylite.config.loading import read_recipe
@@ -188,6 +188,7 @@ def _new_identity(config: TrainConfig, run: RunDir, dropped: list[str]) -> RunId
         run_id=uuid.uuid4().hex,
         lora_sync_path=sync_folder(config, run),
         warm_start=run.warm_start if config.lora.from_adapter is not None else None,
+        teacher=run.teacher if config.algorithm.teacher_folder is not None else None,
         data_sha256=train_data_hash(config),
         dropped_prompts=dropped,
     )
@@ -404,11 +405,12 @@ def check_folders(config: TrainConfig, run: RunDir) -> None:
             f"{run.root} holds a run already.",
             f"Use --resume {run.root} to continue it, or choose another --run folder.",
         )
-    if run.warm_start.exists():
-        raise ConfigError(
-            f"{run.warm_start} already exists, from an interrupted start.",
-            "Remove it, or choose another --run folder.",
-        )
+    for copied in (run.warm_start, run.teacher):
+        if copied.exists():
+            raise ConfigError(
+                f"{copied} already exists, from an interrupted start.",
+                "Remove it, or choose another --run folder.",
+            )
     sync = sync_folder(config, run)
     if published := published_versions(sync):
         raise ConfigError(
@@ -424,8 +426,11 @@ def write_run(plan: RunPlan) -> None:
     Raises ConfigError before writing anything if another process has taken the folders since the plan.
     """
     check_folders(plan.config, plan.run)
-    if plan.config.lora.from_adapter is not None:
-        copy_warm_start(expand_adapter_path(plan.config.lora.from_adapter), plan.run)
+    config, run = plan.config, plan.run
+    adapters = {run.warm_start: config.lora.from_adapter, run.teacher: config.algorithm.teacher_folder}
+    for copied, source in adapters.items():
+        if source is not None:
+            copy_adapter(expand_adapter_path(source), copied)
     for folder in (
         plan.run.rollouts,
         plan.run.trainer_steps,

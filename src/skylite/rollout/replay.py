@@ -112,6 +112,7 @@ def copy_for_replay(run: RunDir, recorded: RunConfig, replay: RunDir, start: int
         update={
             "lora_sync_path": replay.default_adapters,
             "warm_start": run.warm_start if old.warm_start else None,
+            "teacher": run.teacher if old.teacher else None,
         }
     )
     resolved = recorded.resolved.model_copy(update={"identity": identity})

@@ -261,6 +261,7 @@ def _relocate(
             "run_id": old.run_id or uuid.uuid4().hex,
             "lora_sync_path": run.adapters(recorded),
             "warm_start": run.warm_start if old.warm_start else None,
+            "teacher": run.teacher if old.teacher else None,
         }
     )
     return recorded.resolved.model_copy(

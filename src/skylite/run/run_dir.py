@@ -183,6 +183,11 @@ class RunDir:
         return self.root / "warm_start"
 
     @property
+    def teacher(self) -> Path:
+        """Copy of the teacher's adapter; a resumed run does not need the original."""
+        return self.root / "teacher"
+
+    @property
     def default_adapters(self) -> Path:
         """The default of `lora.lora_sync_path`."""
         return self.root / "adapters"

@@ -16,7 +16,7 @@ from skylite.algorithms.kl import k3
 from skylite.errors import ConfigError, TrainingDiverged
 from skylite.model.float32_arithmetic import Float32Arithmetic
 from skylite.model.packing import pack_tokens
-from skylite.model.policy import Policy, reference_policy, score
+from skylite.model.policy import REF, Policy, frozen_policy, score
 from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
 from skylite.trainer.optimizer import is_b_matrix
@@ -160,7 +160,7 @@ def check_reference(
     from its start.
     """
     own = [x for row in canary_logprobs(policy, sequences, image) for x in row]
-    with reference_policy(policy) as reference:
+    with frozen_policy(policy, REF) as reference:
         ref = [x for row in canary_logprobs(reference, sequences, image) for x in row]
     kl = float(k3(torch.tensor(own), torch.tensor(ref)).mean())
     if must_agree and own != ref:

@@ -1,4 +1,5 @@
-"""Checkpoints: float32 parameters, AdamW's moments, and the step, which seeds all that is random.
+"""Checkpoints: float32 parameters, AdamW's moments, a teacher's average, and the step, which seeds all that
+is random.
 
 The tensors are safetensors, hashed while they are written; the rest is JSON. The adapter is replicated on
 every rank (model/policy.py), so rank 0 writes everything, and any number of ranks can resume.
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 import skylite
 from skylite.config.train import TrainConfig
@@ -34,6 +35,9 @@ from skylite.untrusted_text import parse_json
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LIBRARIES = ("torch", "transformers", "peft", "safetensors")
+AVERAGE = "teacher/weights"
+"""The file of a teacher that is an average of the policy, and the prefix of its tensors."""
+NO_AVERAGE: Mapping[str, nn.Parameter] = {}
 MOST_COST = 0.02
 """Largest share of the run's time that checkpoints may take, if checkpoint.every is not set."""
 RECENT = 5
@@ -46,11 +50,12 @@ def save_checkpoint(
     config: TrainConfig,
     optimizers: Sequence[FlatAdamW],
     learned: Mapping[str, float] = MappingProxyType({}),
+    average: Mapping[str, nn.Parameter] = NO_AVERAGE,
 ) -> None:
     """Write `checkpoints/step-000010/` unless it exists. Rank 0 only. The parent deletes old checkpoints."""
     path = run.checkpoint_path(step)
     if not path.exists():
-        write_checkpoint(path, step, config, optimizers, learned)
+        write_checkpoint(path, step, config, optimizers, learned, average)
 
 
 def write_checkpoint(
@@ -59,13 +64,15 @@ def write_checkpoint(
     config: TrainConfig,
     optimizers: Sequence[FlatAdamW],
     learned: Mapping[str, float] = MappingProxyType({}),
+    average: Mapping[str, nn.Parameter] = NO_AVERAGE,
 ) -> None:
     """Write a checkpoint as the folder `path`, which does not exist. Rank 0 only. Raises WriteFailed.
 
-    `learned`: see algorithms/learned.py.
+    `learned`: see algorithms/learned.py. `average`: of a teacher.
     """
-    with atomic_folder(path, checkpoint_bytes(optimizers)) as folder:
+    with atomic_folder(path, checkpoint_bytes(optimizers, average)) as folder:
         files = {k.replace("/", "-"): part for x in optimizers for k, part in _parts(x, _moments(x)).items()}
+        files |= {AVERAGE.replace("/", "-"): _prefixed(AVERAGE, average)} if average else {}
         hashes = save_tensors(folder, files)
         state = {
             "step": step,
@@ -81,19 +88,21 @@ def write_checkpoint(
         write_checkpoint_manifest(folder, step, hashes)
 
 
-def checkpoint_bytes(optimizers: Sequence[FlatAdamW]) -> int:
-    """Bytes of a checkpoint: the parameters and both moments of each optimizer."""
-    return sum(
-        (1 + len(MOMENTS)) * p.numel() * p.element_size()
-        for optimizer in optimizers
-        for p in optimizer.params.values()
-    )
+def checkpoint_bytes(
+    optimizers: Sequence[FlatAdamW], average: Mapping[str, nn.Parameter] = NO_AVERAGE
+) -> int:
+    """Bytes of a checkpoint: the parameters and both moments of each optimizer, and an average."""
+    parameters = [p for optimizer in optimizers for p in optimizer.params.values()] * (1 + len(MOMENTS))
+    return sum(p.numel() * p.element_size() for p in (*parameters, *average.values()))
 
 
 def load_checkpoint(
-    folder: Path, optimizers: Sequence[FlatAdamW], learned: dict[str, float] | None = None
+    folder: Path,
+    optimizers: Sequence[FlatAdamW],
+    learned: dict[str, float] | None = None,
+    average: Mapping[str, nn.Parameter] = NO_AVERAGE,
 ) -> int:
-    """Load a checkpoint into the optimizers and `learned`. Returns its step.
+    """Load a checkpoint into the optimizers, `learned`, and a teacher's `average`. Returns its step.
 
     Raises ModelError if the checkpoint is damaged or has other shapes.
     """
@@ -109,7 +118,7 @@ def load_checkpoint(
             for x in optimizers
             for part in _parts(x, moments[x.name]).values()
             for name, t in part.items()
-        }
+        } | _prefixed(AVERAGE, average)
         if stored_shapes(folder) != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
             names = " and ".join(x.name for x in optimizers)
             raise ModelError(

@@ -19,7 +19,7 @@ from skylite.adapters.manifest import Canary, CanaryImage
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.fast_path_check import enable_shortcuts
-from skylite.model.policy import Policy, load_policy
+from skylite.model.policy import Policy, load_policy, teacher_of
 from skylite.model.process_group import Dist, half_the_threads
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import write_json
@@ -221,7 +221,9 @@ def build_state(run: RunDir, run_config: RunConfig, dist: Dist, base: SharedBase
         policy, choices = enable_shortcuts(policy, max(sequences, key=len))
     else:
         sequences, image = wait_for_canary(run, dist)
-        policy = base.add_policy(run.root.name, config, run_config.resolved.identity.warm_start).policy
+        resolved = run_config.resolved
+        start = resolved.identity.warm_start
+        policy = base.add_policy(run.root.name, config, start, teacher_of(resolved)).policy
         choices = base.choices
     run_config = resolve_micro_batch_tokens(run, run_config, policy, dist)
     config = run_config.config

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +14,35 @@ from skylite.algorithms.interface import Algorithm
 from skylite.config.train import TrainConfig
 from skylite.model.process_group import Dist
 from skylite.trainer.micro_batches import MicroBatch, Table, num_tokens
+
+
+@dataclass(slots=True)
+class PassTimer:
+    """Seconds of passes, on a GPU too, for which nothing waits before they are read."""
+
+    _spans: list[Callable[[], float]] = field(default_factory=list)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the block."""
+        if torch.cuda.is_available():
+            start, end = (
+                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                for _ in range(2)
+            )
+            start.record()
+            yield
+            end.record()
+            self._spans.append(lambda: start.elapsed_time(end) / 1000)
+            return
+        started = time.monotonic()
+        yield
+        seconds = time.monotonic() - started
+        self._spans.append(lambda: seconds)
+
+    def metric(self, name: str) -> dict[str, float]:
+        """The sum, if any block was counted. Read it once the device is done with them."""
+        return {name: sum(span() for span in self._spans)} if self._spans else {}
 
 
 @dataclass(slots=True)
@@ -28,6 +60,7 @@ class MetricSums:
     is_first_update: bool = True
     grad_norms: list[float] = field(default_factory=list)
     critic_grad_norms: list[float] = field(default_factory=list)
+    teacher_timer: PassTimer = field(default_factory=PassTimer)
 
     def add(self, sums: dict[str, Tensor]) -> None:
         """Add a micro-batch's sums by name."""
@@ -78,6 +111,7 @@ def step_metrics(
             metrics["policy/entropy"] = _mean_entropy(table, total["policy/entropy"])
     for name in INTERMEDIATE & metrics.keys():
         del metrics[name]
+    metrics |= sums.teacher_timer.metric("time/teacher_s")  # after the fetch, which waited for the device
     return metrics | {
         "tokens/completion": float(sum(map(num_tokens, table.trajectories))),
         "tokens/total": float(sum(len(e.token_ids) for calls in table.trajectories for e in calls)),

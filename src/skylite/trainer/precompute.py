@@ -17,7 +17,7 @@ from skylite.algorithms.advantages import moments, whiten
 from skylite.algorithms.interface import Algorithm
 from skylite.algorithms.losses import LossInputs
 from skylite.model.packing import upload
-from skylite.model.policy import Policy, reference_policy, score
+from skylite.model.policy import REF, TEACHER, Policy, frozen_policy, score
 from skylite.model.process_group import Dist
 from skylite.trainer.critic import Critic, predict_values
 from skylite.trainer.micro_batches import MicroBatch, Table
@@ -43,8 +43,15 @@ def precompute(
 @torch.no_grad()
 def ref_logprobs(policy: Policy, micro: MicroBatch, temperature: float) -> Tensor:
     """[C] logprobs of the reference policy."""
-    with reference_policy(policy) as ref:
+    with frozen_policy(policy, REF) as ref:
         return score(ref, micro.tokens, temperature)[0]
+
+
+@torch.no_grad()
+def teacher_logprobs(policy: Policy, micro: MicroBatch, temperature: float) -> Tensor:
+    """[C] logprobs of the teacher."""
+    with frozen_policy(policy, TEACHER) as teacher:
+        return score(teacher, micro.tokens, temperature)[0]
 
 
 def credit(
@@ -186,7 +193,11 @@ def _choose_by_cov(
 
 
 def loss_inputs(
-    micro: MicroBatch, logprobs: Tensor, entropies: Tensor | None, ref: Tensor | None = None
+    micro: MicroBatch,
+    logprobs: Tensor,
+    entropies: Tensor | None,
+    ref: Tensor | None = None,
+    teacher: Tensor | None = None,
 ) -> LossInputs:
     """What a loss sees of a micro-batch."""
     return LossInputs(
@@ -198,6 +209,7 @@ def loss_inputs(
         selected=micro.selected,
         sampling_logprobs=micro.sampling_logprobs,
         ref_logprobs=ref,
+        teacher_logprobs=teacher,
         kl_penalty=micro.kl_penalty,
         entropies=entropies,
         token_weights=micro.token_weights,

@@ -13,7 +13,7 @@ from skylite.config.resolved import Resolved
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
 from skylite.model.fast_path_check import enable_shortcuts
-from skylite.model.policy import Policy, add_policy, load_policy, remove_policy
+from skylite.model.policy import Policy, TeacherAdapter, add_policy, load_policy, remove_policy
 from skylite.model.process_group import Dist
 from skylite.trainer.trainer import Trainer, make_trainer
 
@@ -30,7 +30,13 @@ class SharedBase:
     trainers: dict[str, Trainer] = field(default_factory=dict)
     """By the policy's name."""
 
-    def add_policy(self, name: str, config: TrainConfig, warm_start: Path | None = None) -> Trainer:
+    def add_policy(
+        self,
+        name: str,
+        config: TrainConfig,
+        warm_start: Path | None = None,
+        teacher: TeacherAdapter | None = None,
+    ) -> Trainer:
         """A new policy with its optimizers, initialised from the config's seed or the adapter `warm_start`.
 
         Of `config`, what concerns the base does not count. Raises ConfigError if the name is taken, and
@@ -38,7 +44,7 @@ class SharedBase:
         """
         if name in self.trainers:
             raise ConfigError(f"The base already has a policy {name!r}.", "Choose another name.")
-        policy = add_policy(self.base, config, warm_start, self.dist)
+        policy = add_policy(self.base, config, warm_start, teacher, self.dist)
         try:
             self.trainers[name] = make_trainer(policy, config, self.dist)
         except Exception:  # such as out of memory

@@ -14,15 +14,17 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from skylite.adapters.manifest import Canary
+from skylite.algorithms.distillation import OnPolicyDistillation
 from skylite.algorithms.dpo import DirectPreferenceOptimization
 from skylite.algorithms.interface import Algorithm
 from skylite.algorithms.losses import value_loss
 from skylite.algorithms.policy_gradient import PolicyGradient
 from skylite.algorithms.sft import SupervisedFineTuning
 from skylite.config.train import RunConfig, TrainConfig
-from skylite.model.policy import Policy, lora_dropout, score
+from skylite.model.policy import TEACHER, Policy, lora_dropout, role_params, score
 from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
 from skylite.trainer import precompute
@@ -35,7 +37,7 @@ from skylite.trainer.optimizer import FlatAdamW, make_optimizer
 from skylite.trainer.publish_adapter import b_norm, write_adapter
 
 PolicyName = Literal["policy", "critic"]
-"""The reference policy has no parameters of its own to train: `model.policy.reference_policy`."""
+"""The reference policy has no parameters of its own to train: `model.policy.frozen_policy`."""
 
 
 def make_algorithm(config: TrainConfig, learned: Mapping[str, float] = MappingProxyType({})) -> Algorithm:
@@ -45,6 +47,8 @@ def make_algorithm(config: TrainConfig, learned: Mapping[str, float] = MappingPr
         return SupervisedFineTuning(algorithm.updates_per_step)
     if algorithm.name == "dpo":
         return DirectPreferenceOptimization(algorithm.beta, algorithm.updates_per_step)
+    if algorithm.uses_teacher:
+        return OnPolicyDistillation(algorithm, config.importance, learned)
     return PolicyGradient(algorithm, config.importance, learned)
 
 
@@ -148,14 +152,23 @@ class Trainer:
         """
         return self.optimizers[name].update(self.dist)
 
+    @property
+    def average(self) -> dict[str, nn.Parameter]:
+        """The teacher's parameters, if they are an average of the policy's; else empty."""
+        return role_params(self.policy, TEACHER) if self.config.has_average else {}
+
+    @torch.no_grad()
     def learn(self, metrics: Mapping[str, float]) -> None:
         """Change what the run learns besides its adapter, after a step whose updates stand."""
         self.learned.update(self.algorithm.learn(metrics))
+        for average, param in zip(self.average.values(), self.policy.lora.values(), strict=False):
+            average.lerp_(param, self.config.algorithm.teacher_update_rate)
 
     def save(self, run: RunDir, step: int) -> None:
         """Write the checkpoint of `step` unless it exists. Rank 0 writes."""
         if self.dist.is_main:
-            save_checkpoint(run, step, self.config, list(self.optimizers.values()), self.learned)
+            optimizers = list(self.optimizers.values())
+            save_checkpoint(run, step, self.config, optimizers, self.learned, self.average)
 
     def publish(self, run_config: RunConfig, version: int, canary: Canary) -> dict[str, float]:
         """Write the policy as `policy-v000012/`, for the engines. Returns metrics. Rank 0 writes.
@@ -171,19 +184,27 @@ class Trainer:
 
     def load(self, checkpoint: Path) -> int:
         """Load the parameters and optimizers of all policies. Returns the checkpoint's step."""
-        return load_checkpoint(checkpoint, list(self.optimizers.values()), self.learned)
+        return load_checkpoint(checkpoint, list(self.optimizers.values()), self.learned, self.average)
 
     def _policy_pass(self, micro: MicroBatch, sums: MetricSums) -> None:
         """A separate function, so that its graph is freed before the next micro-batch."""
         # Only the reference logprobs of one micro-batch are in memory.
         needs_ref = self.algorithm.needs_reference
         ref = precompute.ref_logprobs(self.policy, micro, self.temperature) if needs_ref else None
+        teacher = self._teacher_logprobs(micro, sums)
         with lora_dropout(self.policy, active=True):  # also around backward, which may recompute activations
             logprobs, entropies = score(self.policy, micro.tokens, self.temperature)
-            loss, metrics = self.algorithm.loss(precompute.loss_inputs(micro, logprobs, entropies, ref))
+            inputs = precompute.loss_inputs(micro, logprobs, entropies, ref, teacher)
+            loss, metrics = self.algorithm.loss(inputs)
             loss.backward()  # type: ignore[no-untyped-call]
         sums.add(metrics)
         sums.add_tokens(micro, logprobs.detach(), has_dropout=self.config.lora.dropout > 0)
+
+    def _teacher_logprobs(self, micro: MicroBatch, sums: MetricSums) -> Tensor | None:
+        if not self.algorithm.needs_teacher:
+            return None
+        with sums.teacher_timer.running():
+            return precompute.teacher_logprobs(self.policy, micro, self.temperature)
 
     def _critic_pass(self, micro: MicroBatch, sums: MetricSums) -> None:
         """The critic's loss over the same tokens: the mean clipped squared error."""

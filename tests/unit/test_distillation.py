@@ -1,0 +1,207 @@
+"""Distillation: a teacher's logprobs as advantages, adapters as teachers, an average that resumes exactly."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
+
+from skylite.algorithms.distillation import OnPolicyDistillation
+from skylite.algorithms.losses import BatchSize, LossInputs
+from skylite.config.algorithm import AlgorithmConfig, ImportanceConfig
+from skylite.config.train import TrainConfig
+from skylite.model.fast_path_check import enable_shortcuts
+from skylite.model.policy import TEACHER, Policy, load_policy, role_params, score
+from skylite.model.process_group import Dist
+from skylite.run.rollout_file import examples_of
+from skylite.run.run_dir import RunDir
+from skylite.trainer.precompute import teacher_logprobs
+from skylite.trainer.step import train_step
+from skylite.trainer.trainer import Trainer, make_trainer
+from tests.cases import PROBE, flat_gradient, policy_of, relative_difference, table_of
+from tests.decisions import resolved
+from tests.reference import reference_logprobs, reference_loss
+from tests.rows import groups_of, random_samples
+from tests.small_run import settings
+
+AVERAGE = {"name": "opd", "teacher": "ema", "teacher_update_rate": 0.25, "reward_weight": 1.0}
+
+
+def distil(old: list[float], teacher: list[float], rewards: list[float], **algorithm: Any) -> Any:
+    """Loss, slopes by logprob and metrics of four tokens with weight 1 / 4, on-policy."""
+    leaf = torch.tensor(old, requires_grad=True)
+    x = LossInputs(
+        policy_logprobs=leaf,
+        old_logprobs=leaf.detach(),
+        advantages=torch.tensor(rewards),
+        segments=torch.tensor([0, 0, 1, 1]),
+        num_segments=2,
+        sampling_logprobs=leaf.detach(),
+        teacher_logprobs=torch.tensor(teacher),
+        entropies=torch.zeros(4),
+        token_weights=torch.full((4,), 0.25),
+        weights=torch.full((4,), 0.25),
+        size=BatchSize(4, 2, 8),
+    )
+    config = AlgorithmConfig(name="opd", **algorithm)
+    loss, sums = OnPolicyDistillation(config, ImportanceConfig()).loss(x)
+    (slopes,) = torch.autograd.grad(loss, leaf)
+    return loss.item(), slopes.tolist(), {name: float(value) for name, value in sums.items()}
+
+
+def test_the_advantage_is_log_teacher_minus_log_policy() -> None:
+    half, quarter = math.log(1 / 2), math.log(1 / 4)
+    loss, slopes, sums = distil([half, half, quarter, half], [quarter, half, half, half], [9.0] * 4)
+    assert slopes == pytest.approx([math.log(2) / 4, 0, -math.log(2) / 4, 0])  # -A / 4
+    assert loss == pytest.approx(0)
+    assert sums["teacher/kl"] == pytest.approx(0)  # log 2 - log 2
+    assert sums["teacher/overlap"] == pytest.approx(1 / 2 + 1 + 1 + 1)
+
+
+def test_coefficient_and_reward_weight_mix_both_advantages() -> None:
+    half, quarter = math.log(1 / 2), math.log(1 / 4)
+    rewards = [1.0, 1.0, -1.0, -1.0]
+    _, slopes, sums = distil(
+        [half] * 4, [quarter, half, half, half], rewards, distill_coef=2.0, reward_weight=0.5
+    )
+    assert slopes == pytest.approx([-(0.5 - 2 * math.log(2)) / 4, -0.125, 0.125, 0.125])
+    assert sums["teacher/kl"] == pytest.approx(math.log(2))
+
+
+def other_adapter(model: Path, folder: Path) -> tuple[Path, Any]:
+    """An adapter with modules and a rank of its own in a folder, and PEFT's model with it."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    lora = LoraConfig(task_type="CAUSAL_LM", r=3, lora_alpha=6, target_modules=["v_proj", "up_proj"])
+    plain = PeftModel(base, lora).eval()
+    generator = torch.Generator().manual_seed(5)
+    for name, param in plain.named_parameters():
+        if "lora_B" in name:
+            param.data.normal_(std=0.1, generator=generator)
+    plain.save_pretrained(folder)
+    return folder, plain
+
+
+def with_teacher(model: Path, folder: Path, config: TrainConfig, dist: Dist) -> Policy:
+    where = resolved(model, model, identity={"teacher": folder})
+    policy, _ = enable_shortcuts(load_policy(where, config, dist), PROBE)
+    return policy
+
+
+@pytest.mark.parametrize("budget", [4096, 40], ids=["one pass", "many passes"])
+def test_an_adapter_teaches_as_peft_computes_it(
+    budget: int, tiny_llama: Path, tmp_path: Path, dist: Dist
+) -> None:
+    folder, plain = other_adapter(tiny_llama, tmp_path / "teacher")
+    config = settings(
+        algorithm={"name": "opd", "teacher": str(folder)},
+        rollout={"temperature": 0.8},
+        trainer={"tokens_per_micro_batch": budget},
+    )
+    policy = with_teacher(tiny_llama, folder, config, dist)
+    assert set(policy.model.peft_config) == {"default", "teacher"}
+    rows = random_samples(0)
+    trainer = make_trainer(policy, config, dist)
+    before = {n: p.detach().clone() for n, p in policy.lora.items()}
+    metrics = train_step(trainer, examples_of(groups_of(rows)), 1)
+    for name, param in policy.lora.items():
+        param.data.copy_(before[name])
+    student = PeftModel(
+        AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32, attn_implementation="eager"),
+        LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=policy.target_modules),
+    ).eval()
+    for name, param in student.named_parameters():
+        if param.requires_grad:
+            param.data.copy_(policy.lora[name].data)
+    with torch.no_grad():
+        scored = [reference_logprobs(plain, row, 0.8) for row in rows]
+        own = [reference_logprobs(student, row, 0.8) for row in rows]
+    reference_loss(student, rows, range(len(rows)), config, teacher=scored).backward()
+    assert relative_difference(trainer.optimizer.grads, flat_gradient(student, policy)) < 1e-5
+    gap = torch.cat(own) - torch.cat(scored)
+    assert metrics["teacher/kl"] == pytest.approx(float(gap.mean()), rel=1e-4)
+    assert metrics["teacher/overlap"] == pytest.approx(float(torch.exp(-gap).clamp(max=1).mean()), rel=1e-4)
+    assert metrics["time/teacher_s"] > 0
+
+
+def test_the_base_as_teacher_adds_no_weights(tiny_llama: Path, dist: Dist) -> None:
+    def names(config: TrainConfig) -> set[str]:
+        return {n for n, _ in policy_of(tiny_llama, config, dist).model.named_parameters()}
+
+    assert names(settings(algorithm={"name": "opd", "reward_weight": 1.0})) == names(settings())
+
+
+def step(trainer: Trainer, number: int) -> None:
+    trainer.learn(train_step(trainer, examples_of(groups_of(random_samples(number))), number))
+
+
+def test_the_average_follows_the_policy_and_teaches(tiny_llama: Path, dist: Dist) -> None:
+    config = settings(algorithm=AVERAGE)
+    trainer = make_trainer(policy_of(tiny_llama, config, dist), config, dist)
+    for name, param in trainer.average.items():
+        param.data.copy_(trainer.policy.lora[name.replace(".teacher.", ".default.")])
+    start = {n: p.detach().clone() for n, p in trainer.policy.lora.items()}
+    step(trainer, 1)
+    for (name, average), param in zip(trainer.average.items(), trainer.policy.lora.values(), strict=True):
+        first = start[name.replace(".teacher.", ".default.")]
+        assert torch.allclose(average, 0.75 * first + 0.25 * param, atol=1e-7)
+    micro = trainer.pack(table_of(random_samples(2), config))[0][0]
+    taught = teacher_logprobs(trainer.policy, micro, 1.0)
+    for param, average in zip(trainer.policy.lora.values(), trainer.average.values(), strict=True):
+        param.data.copy_(average)
+    with torch.no_grad():
+        assert torch.equal(taught, score(trainer.policy, micro.tokens, 1.0)[0])
+
+
+def test_a_resumed_average_has_the_bits_of_a_straight_run(
+    tiny_llama: Path, tmp_path: Path, dist: Dist
+) -> None:
+    config, run = settings(algorithm=AVERAGE), RunDir(tmp_path)
+    run.checkpoints.mkdir()
+    straight = make_trainer(policy_of(tiny_llama, config, dist), config, dist)
+    step(straight, 1)
+    straight.save(run, 1)
+    step(straight, 2)
+    again = make_trainer(policy_of(tiny_llama, config, dist), config, dist)
+    assert again.load(run.checkpoint_path(1)) == 1
+    step(again, 2)
+    for left, right in zip(straight.average.values(), again.average.values(), strict=True):
+        assert torch.equal(left, right)
+    assert all(torch.equal(p, again.policy.lora[n]) for n, p in straight.policy.lora.items())
+    assert not torch.equal(*(next(iter(x.values())) for x in (again.average, again.policy.lora)))
+    assert role_params(again.policy, TEACHER).keys() == again.average.keys()
+
+
+@pytest.mark.parametrize(
+    ("sections", "sentence"),
+    [
+        ({"algorithm": {"name": "opd"}}, "teacher=base starts as the policy itself"),
+        ({"algorithm": {"name": "opd", "teacher": "ema"}}, "teacher=ema starts as the policy itself"),
+        ({"algorithm": {"teacher": "ema"}}, "teacher=ema has no effect with algorithm.name=grpo"),
+        ({"algorithm": {"name": "sft", "distill_coef": 2.0}}, "distill_coef=2.0 has no effect"),
+        (
+            {"algorithm": {"name": "opd", "teacher": "x", "zero_std_groups": "drop"}},
+            "zero_std_groups=drop has no effect with algorithm.reward_weight=0",
+        ),
+        (
+            {"algorithm": {"name": "opd", "teacher": "x", "policy_loss": "kl_cov"}},
+            "selects tokens by the advantage of the reward",
+        ),
+        (
+            {
+                "algorithm": {"name": "opd", "teacher": "x", "reward_weight": 1.0},
+                "rollout": {"group_size": 1},
+            },
+            "leaves algorithm.name=opd nothing to compare",
+        ),
+    ],
+)
+def test_settings_without_an_effect_are_refused(sections: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence):
+        settings(**sections)
+    assert settings(algorithm={"name": "opd", "teacher": "x"}, rollout={"group_size": 1})
