@@ -111,6 +111,8 @@ class Call:
     """What an episode told the model since its last reply: each message as a line `role: text`."""
     images: tuple[ImageTokens, ...] = ()
     """Of the prompt."""
+    teacher_prompt_token_ids: list[int] = field(default_factory=list)
+    """What a teacher reads in place of the prompt. Empty: it has no prompt of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +211,8 @@ class TrainingExample:
     """The policy's version that sampled it."""
     prompt_id: str = ""
     """Shown in errors and metrics."""
+    teacher_prompt: IntArray | None = None
+    """What a teacher reads before the completion, in place of the context. None: nothing of its own."""
     extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """Other values of the tokens [L], such as logprobs of a teacher."""
     images: tuple[ImageTokens, ...] = ()

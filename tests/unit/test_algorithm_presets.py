@@ -112,7 +112,7 @@ def test_an_unknown_name_is_refused_and_the_known_ones_listed():
 
 def test_what_each_algorithm_requires():
     needs_groups = {name for name in PRESETS if AlgorithmConfig(name=name).compares_groups}
-    assert set(PRESETS) - needs_groups == {"ppo", "reinforce++", "opd", "sft", "dpo"}
+    assert set(PRESETS) - needs_groups == {"ppo", "reinforce++", "opd", "opsd", "sdft", "sdpo", "sft", "dpo"}
     assert {name for name in PRESETS if AlgorithmConfig(name=name).uses_critic} == {"ppo"}
     assert {name for name in PRESETS if AlgorithmConfig(name=name).selects_by_cov} == {"clip_cov", "kl_cov"}
     assert {name for name in PRESETS if AlgorithmConfig(name=name).uses_ref} == {"dpo"}

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +20,23 @@ from skylite.algorithms.distillation import OnPolicyDistillation
 from skylite.algorithms.losses import BatchSize, LossInputs
 from skylite.config.algorithm import AlgorithmConfig, ImportanceConfig
 from skylite.config.train import TrainConfig
+from skylite.data.chat_tokenizer import ChatTokenizer
+from skylite.data.chat_tokenizer_in_sandbox import Job
+from skylite.environments.teacher_prompts import contexts_of, with_teacher_prompts
+from skylite.errors import DataError
 from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.policy import TEACHER, Policy, load_policy, role_params, score
 from skylite.model.process_group import Dist
-from skylite.run.rollout_file import examples_of
+from skylite.run.rollout_file import examples_of, read_examples, write_rollouts
 from skylite.run.run_dir import RunDir
 from skylite.trainer.precompute import teacher_logprobs
 from skylite.trainer.step import train_step
 from skylite.trainer.trainer import Trainer, make_trainer
-from tests.cases import PROBE, flat_gradient, policy_of, relative_difference, table_of
+from skylite.types import Call, Message, Prompt, Score
+from tests.cases import PROBE, flat_gradient, plain_model, policy_of, relative_difference, table_of
 from tests.decisions import resolved
 from tests.reference import reference_logprobs, reference_loss
-from tests.rows import groups_of, random_samples
+from tests.rows import VOCAB, groups_of, random_samples
 from tests.small_run import settings
 
 AVERAGE = {"name": "opd", "teacher": "ema", "teacher_update_rate": 0.25, "reward_weight": 1.0}
@@ -199,9 +208,108 @@ def test_a_resumed_average_has_the_bits_of_a_straight_run(
             },
             "leaves algorithm.name=opd nothing to compare",
         ),
+        ({"algorithm": {"name": "opsd"}}, "teacher=base starts as the policy itself.*teacher_column"),
+        ({"algorithm": {"name": "sdpo", "teacher_prompt": "{prompt}"}}, "teacher_prompt has no {context}"),
+        ({"algorithm": {"name": "sdpo"}, "rollout": {"group_size": 1}}, "group_size=1 has none"),
+        ({"algorithm": {"name": "sdpo"}, "env": {"episode": "guess"}}, "cannot see more in them"),
     ],
 )
 def test_settings_without_an_effect_are_refused(sections: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValidationError, match=sentence):
         settings(**sections)
     assert settings(algorithm={"name": "opd", "teacher": "x"}, rollout={"group_size": 1})
+
+
+def scored(*rewards: float) -> list[Score]:
+    return [Score(reward=reward) for reward in rewards]
+
+
+def row(**extra: Any) -> Prompt:
+    messages = [Message(role="system", content="Be brief."), Message(role="user", content="2 + {context}?")]
+    return Prompt(id="test/1", messages=messages, answer="4", source="", extra=extra)
+
+
+def test_a_success_of_the_group_is_shown_to_the_others_teachers() -> None:
+    texts, sdpo = ["wrong", "right", "also right"], AlgorithmConfig(name="sdpo")
+    assert contexts_of(row(), texts, scored(0, 1, 1), sdpo) == ["right", "also right", "right"]
+    assert contexts_of(row(), texts, scored(0, 1, 0), sdpo) == ["right", "", "right"]  # not its own
+    assert contexts_of(row(), texts, scored(0, 0.5, 0), sdpo) == ["", "", ""]
+    half = AlgorithmConfig(name="sdpo", success_reward=0.5, teacher_column="hint")
+    shown = contexts_of(row(hint="add"), texts, scored(0, 0.5, 0), half)
+    assert shown == ["add\n\nright", "add", "add\n\nright"]
+    opsd = AlgorithmConfig(name="opsd", teacher_column="answer")
+    assert contexts_of(row(), texts, scored(0, 0, 0), opsd) == ["4"] * 3
+
+
+@pytest.mark.parametrize("extra", [{}, {"hint": " "}, {"hint": 4}])
+def test_a_row_without_the_teachers_column_is_refused(extra: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"Row test/1 has no text in the column 'hint'"):
+        contexts_of(row(**extra), ["x"], scored(0), AlgorithmConfig(name="opsd", teacher_column="hint"))
+
+
+def test_calls_get_their_teachers_prompts_rendered_once() -> None:
+    seen: list[Sequence[Job]] = []
+
+    def render(jobs: Sequence[Job]) -> Any:
+        seen.append(jobs)
+        return [{"ids": [i + 7]} for i, _ in enumerate(jobs)]
+
+    calls = [
+        Call(prompt_token_ids=[1], completion_token_ids=[2], sampling_logprobs=[-1.0], text=text)
+        for text in ("wrong", "right {prompt}", "wrong")
+    ]
+    tokenizer = ChatTokenizer(run_jobs=render, stop_token_ids=())
+    algorithm = AlgorithmConfig(name="sdpo", teacher_prompt="Q {prompt} S {context}")
+    taught = asyncio.run(with_teacher_prompts(row(), calls, scored(0, 1, 0), algorithm, tokenizer))
+    assert [call.teacher_prompt_token_ids for call in taught] == [[7], [], [7]]
+    assert [[m["content"] for m in job["messages"]] for job in seen[0]] == [
+        ["Be brief.", "Q 2 + {context}? S right {prompt}"]
+    ]
+
+
+@pytest.mark.parametrize("budget", [4096, 60], ids=["one pass", "many passes"])
+def test_the_base_with_more_in_its_prompt_teaches(
+    budget: int, tiny_llama: Path, tmp_path: Path, dist: Dist
+) -> None:
+    algorithm = {"name": "opsd", "teacher_column": "answer"}
+    config = settings(algorithm=algorithm, trainer={"tokens_per_micro_batch": budget})
+    rows, rng = random_samples(0), random.Random(3)
+    prompts = [[rng.randrange(VOCAB) for _ in range(15)] for _ in range(4)]
+    # One completion in four has no teacher: it is in no sum and no denominator.
+    groups = groups_of(rows)
+    taught = [i for i in range(len(rows)) if i % 4 != 2]
+    groups = [
+        replace(
+            group,
+            trajectories=tuple(
+                replace(
+                    t, calls=(replace(t.calls[0], teacher_prompt_token_ids=[] if i == 2 else prompts[g]),)
+                )
+                for i, t in enumerate(group.trajectories)
+            ),
+        )
+        for g, group in enumerate(groups)
+    ]
+    write_rollouts(tmp_path / "step.parquet", groups)
+    policy = policy_of(tiny_llama, config, dist)
+    trainer, plain = make_trainer(policy, config, dist), plain_model(tiny_llama, policy, config)
+    metrics = train_step(trainer, read_examples(tmp_path / "step.parquet"), 1)
+    with torch.no_grad(), plain.disable_adapter():
+        scores = [
+            reference_logprobs(plain, replace(rows[i], prompt_token_ids=prompts[i // 4]), 1.0) for i in taught
+        ]
+    kept = [rows[i] for i in taught]
+    reference_loss(plain, kept, range(len(kept)), config, teacher=scores).backward()
+    assert relative_difference(trainer.optimizer.grads, flat_gradient(plain, policy)) < 1e-5
+    assert metrics["teacher/taught_frac"] == 1.0
+    assert metrics["groups/left_out_frac"] == 0.25
+    with torch.no_grad():
+        own = torch.cat([reference_logprobs(plain, r, 1.0) for r in kept])
+    assert metrics["teacher/kl"] == pytest.approx(float((own - torch.cat(scores)).mean()), rel=1e-4)
+
+
+def test_tokens_without_a_teacher_learn_from_the_reward_alone() -> None:
+    half = math.log(1 / 2)
+    _, slopes, sums = distil([half] * 4, [math.nan, half, half, math.nan], [1.0] * 4, reward_weight=1.0)
+    assert slopes == pytest.approx([-0.25] * 4)
+    assert (sums["teacher/kl"], sums["teacher/overlap"], sums["teacher/taught_frac"]) == (0, 2, 2)

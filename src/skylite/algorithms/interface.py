@@ -53,6 +53,16 @@ class Algorithm:
         return False
 
     @property
+    def shows_teacher_more(self) -> bool:
+        """Whether the teacher has prompts of its own."""
+        return False
+
+    @property
+    def leaves_out_untaught(self) -> bool:
+        """Whether a trajectory for which the teacher has no prompt is not in the loss."""
+        return False
+
+    @property
     def penalises_kl(self) -> bool:
         """Whether the KL to the reference is subtracted from the rewards (`kl_penalty`)."""
         return False

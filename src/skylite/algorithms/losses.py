@@ -46,7 +46,7 @@ class LossInputs:
     ref_logprobs: Tensor | None = None
     """Under the reference policy, if the loss needs it."""
     teacher_logprobs: Tensor | None = None
-    """Under the teacher, if the algorithm has one."""
+    """Under the teacher, if the algorithm has one; NaN for tokens that it does not teach."""
     kl_penalty: Tensor | None = None
     """kl_coef times the KL estimate, if the KL is subtracted from the reward."""
     entropies: Tensor | None = None

@@ -96,6 +96,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kl_cov": {"policy_loss": "kl_cov"},
     # On-policy distillation (Lu, Thinking Machines Lab, 2025): a teacher scores each sampled token.
     "opd": {},
+    # The same weights with more in their prompt teach, here by the reverse KL of each sampled token, not by a
+    # divergence over the vocabulary. arXiv 2601.18734: the model at its start teaches, shown a solution.
+    "opsd": {"teacher": "base"},
+    # arXiv 2601.19897: an average that takes 1 % of the policy after each step, shown a demonstration.
+    "sdft": {"teacher": "ema", "teacher_update_rate": 0.01},
+    # arXiv 2601.20802: an average that takes 5 %, shown a successful completion of the same group.
+    "sdpo": {"teacher": "ema", "teacher_update_rate": 0.05, "teacher_sees_success": True},
     # The mean negative log-likelihood of the assistant's tokens of prepared chats. No engine samples.
     "sft": {},
     # arXiv 2305.18290: the chosen reply of a prepared pair against the rejected one. No engine samples.
@@ -104,11 +111,22 @@ PRESETS: dict[str, dict[str, Any]] = {
 Source = Literal["rollouts", "chats", "pairs"]
 SOURCES: dict[str, Source] = {"sft": "chats", "dpo": "pairs"}
 """Algorithm -> what its examples come from, if that is prepared data."""
-DISTILLATIONS = ("opd",)
+DISTILLATIONS = ("opd", "opsd", "sdft", "sdpo")
 """Algorithms in which a teacher scores the sampled tokens (algorithms/distillation.py)."""
+PLACES = ("{prompt}", "{context}")
+"""What algorithm.teacher_prompt must contain."""
 BASE_TEACHER, AVERAGE = "base", "ema"
 """Values of algorithm.teacher that are not folders."""
-OF_TEACHERS = ["teacher", "teacher_update_rate", "distill_coef", "reward_weight"]
+OF_TEACHERS = [
+    "teacher",
+    "teacher_update_rate",
+    "teacher_column",
+    "teacher_sees_success",
+    "success_reward",
+    "teacher_prompt",
+    "distill_coef",
+    "reward_weight",
+]
 """Settings that only DISTILLATIONS have."""
 OF_REWARDS = [
     "advantage",
@@ -140,7 +158,7 @@ class AlgorithmConfig(Section):
     name: str = "grpo"
     """Preset that fills in the other fields of this section: grpo, bnpo, dr_grpo, dapo, gspo, luspo, gmpo,
     vespo, dppo, dro, cispo, sapo, rloo, reinforce++, reinforce++-baseline, maxrl, opo, pass_at_k, gdpo, ppo,
-    clip_cov, kl_cov, opd, sft or dpo."""
+    clip_cov, kl_cov, opd, opsd, sdft, sdpo, sft or dpo."""
     advantage: Advantage | str = "grpo"
     """Formula that turns rewards into advantages (algorithms/advantages.py), or your own as FILE.py:function.
     gae needs a critic."""
@@ -234,15 +252,27 @@ class AlgorithmConfig(Section):
     """Reference policy of the KL. init: the policy at version 0, which is the warm-start adapter if there is
     one. base: always the base model."""
     teacher: str = BASE_TEACHER
-    """Who scores the sampled tokens in opd. base: the model without an adapter. ema: an average of the
-    policy's own adapters. Else the folder of an adapter on the same base, of this run's modules or others."""
+    """Who scores the sampled tokens in opd, opsd, sdft and sdpo. base: the model without an adapter. ema: an
+    average of the policy's own adapters. Else the folder of an adapter on the same base, of this run's
+    modules or others."""
     teacher_update_rate: float = Field(0.05, gt=0, le=1)
     """teacher=ema: share of the policy that each step adds to the average."""
+    teacher_column: str | None = None
+    """Column of the data that only the teacher sees, such as a solution or a demonstration; `answer` is the
+    reference answer. none: the teacher sees the policy's prompt."""
+    teacher_sees_success: bool = False
+    """The teacher of a completion also sees another one of its group that earned success_reward or more.
+    Without one, it does not teach this completion."""
+    success_reward: float = 1.0
+    """teacher_sees_success: the least reward of a completion that is shown."""
+    teacher_prompt: str | None = None
+    """What the teacher's last user message says: {prompt} is the policy's, {context} what the teacher sees
+    besides. none: the prompt, the context as a correct solution, and the request to answer."""
     distill_coef: float = Field(1.0, gt=0)
-    """opd's factor on log teacher - log policy, which is added to a token's advantage."""
+    """A distillation's factor on log teacher - log policy, which is added to a token's advantage."""
     reward_weight: float = Field(0.0, ge=0)
-    """opd's factor on the advantage of the reward. 0: the reward is only measured, and group_size may be
-    1."""
+    """A distillation's factor on the advantage of the reward. 0: the reward is only measured, and group_size
+    may be 1."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer updates per step, each on a mini-batch of complete groups; a divisor of
     rollout.prompts_per_step."""
@@ -325,6 +355,9 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"algorithm.{changed[0]}={getattr(self, changed[0])} has no effect with {why}; leave it out."
             )
+        text = self.teacher_prompt
+        if text is not None and (lacking := next((x for x in PLACES if x not in text), None)):
+            raise ValueError(f"algorithm.teacher_prompt has no {lacking}; add it where its text belongs.")
         if self.uses_teacher and self.selects_by_cov:
             raise ValueError(
                 f"algorithm.policy_loss={self.policy_loss} selects tokens by the advantage of the reward, "
@@ -369,6 +402,11 @@ class AlgorithmConfig(Section):
     def teacher_folder(self) -> str | None:
         """The folder of the teacher's adapter, if it has one of its own."""
         return self.teacher if self.uses_teacher and self.teacher not in (BASE_TEACHER, AVERAGE) else None
+
+    @property
+    def shows_teacher_more(self) -> bool:
+        """Whether the teacher has a prompt of its own."""
+        return self.teacher_column is not None or self.teacher_sees_success
 
     @property
     def learns_from_rewards(self) -> bool:

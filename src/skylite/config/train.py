@@ -419,11 +419,22 @@ class TrainConfig(Section):
     def check_teacher_differs(self) -> Self:
         algorithm = self.algorithm
         own = self.has_average or (algorithm.teacher == BASE_TEACHER and self.lora.from_adapter is None)
+        own = own and not algorithm.shows_teacher_more
         if algorithm.uses_teacher and own and not algorithm.reward_weight:
             raise ValueError(
                 f"algorithm.teacher={algorithm.teacher} starts as the policy itself, so nothing is learned; "
-                "name the folder of an adapter, start from one (lora.from_adapter), or add a reward "
-                "(algorithm.reward_weight)."
+                "show it more (algorithm.teacher_column), name the folder of an adapter, start from one "
+                "(lora.from_adapter), or add a reward (algorithm.reward_weight)."
+            )
+        if algorithm.shows_teacher_more and self.env.episode:
+            raise ValueError(
+                f"env.episode={self.env.episode} makes the prompts of its turns itself, so the teacher of "
+                f"algorithm.name={algorithm.name} cannot see more in them; use opd, or drop env.episode."
+            )
+        if algorithm.teacher_sees_success and self.rollout.group_size < 2:
+            raise ValueError(
+                "algorithm.teacher_sees_success shows another completion of the group, and "
+                "rollout.group_size=1 has none; use 2 or more."
             )
         return self
 

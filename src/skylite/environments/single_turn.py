@@ -23,6 +23,7 @@ from skylite.environments.source import (
     named_step,
     request_seed,
 )
+from skylite.environments.teacher_prompts import with_teacher_prompts
 from skylite.errors import RunFailed
 from skylite.types import EncodedPrompt, Group, Prompt, Score, Trajectory
 
@@ -110,6 +111,8 @@ class SingleTurn:
             request.model, encoded, request.group_size, sampling, request.version
         )
         scores = await self.scorer.score([(prompt, call.text) for call in calls])
+        if self.config.algorithm.shows_teacher_more and request.step != EVAL_STEP:
+            calls = await with_teacher_prompts(prompt, calls, scores, self.config.algorithm, self.tokenizer)
         trajectories = [
             Trajectory(
                 calls=(call,),

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer, too_long
+from skylite.engine.model_limits import context_length
+from skylite.environments.teacher_prompts import column_text, teacher_chat
 from skylite.errors import DataError, ModelError
 from skylite.notes import Note, notes_of
 from skylite.types import Group, Message, Prompt
@@ -16,6 +18,8 @@ OPEN_TAG = re.compile(r"(<\w*(?:think|thought|reason)\w*>|\[THINK\])\s*$", re.IG
 """A tag at the end of a prompt, so that a completion begins inside it."""
 CLOSING_TAG = re.compile(r"</\w*(?:think|thought|reason)\w*>|\[/THINK\]", re.IGNORECASE)
 SHOWN = 40
+LONGEST_TEACHER_PROMPTS = 16
+"""Prompts to encode for the longest one. The longest text need not have the most tokens."""
 
 
 def check_prompts(
@@ -27,6 +31,32 @@ def check_prompts(
     counts = too_long(tokenizer, train, limit) | too_long(tokenizer, held_out, limit)
     dropped, more = overlong_prompts(config, train, held_out, counts, f"rollout.max_prompt_tokens={limit}")
     return dropped, [*notes, *more]
+
+
+def check_teacher_prompts(
+    tokenizer: ChatTokenizer, config: TrainConfig, model_path: Path, train: Sequence[Prompt]
+) -> None:
+    """Raise DataError if a teacher with prompts of its own cannot read them, or not in full."""
+    algorithm, rollout = config.algorithm, config.rollout
+    if not algorithm.shows_teacher_more:
+        return
+    if any(prompt.images for prompt in train):
+        raise DataError(
+            f"The prompts have images, and the teacher of algorithm.name={algorithm.name} sees text alone.",
+            "Use algorithm.name=opd without algorithm.teacher_column, or prompts without images.",
+        )
+    chats = [teacher_chat(p, column_text(p, algorithm.teacher_column), algorithm) for p in train]
+    longest = sorted(chats, key=lambda chat: -sum(len(m["content"].encode()) for m in chat))
+    tokens = max(map(len, tokenizer.encode_chats(longest[:LONGEST_TEACHER_PROMPTS])))
+    completions = 2 if algorithm.teacher_sees_success else 1
+    needed, context = tokens + completions * rollout.max_completion_tokens, context_length(model_path)
+    if context is not None and needed > context:
+        raise DataError(
+            f"The teacher's longest prompt and {completions} completions of "
+            f"rollout.max_completion_tokens={rollout.max_completion_tokens} have {needed:,} tokens, and "
+            f"{model_path.name} was made for {context:,}.",
+            "Shorten the texts of algorithm.teacher_column, or lower rollout.max_completion_tokens.",
+        )
 
 
 def overlong_prompts(

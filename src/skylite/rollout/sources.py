@@ -35,7 +35,14 @@ from skylite.rewards import load_components
 from skylite.rewards.built_in import BUILT_IN
 from skylite.rewards.call_rewards import named_scores
 from skylite.rewards.worker_pool import RewardPool
-from skylite.rollout.prompt_check import check_prompts, opened_tag, overlong_prompts, require_chats, show_tag
+from skylite.rollout.prompt_check import (
+    check_prompts,
+    check_teacher_prompts,
+    opened_tag,
+    overlong_prompts,
+    require_chats,
+    show_tag,
+)
 from skylite.rollout.reward_check import blind_rewards, check_calls, check_references
 from skylite.rollout.trusted_programs import allow_episode, allow_rewards
 from skylite.types import Prompt
@@ -168,6 +175,7 @@ class SingleTurnSource(Source):
     ) -> tuple[list[str], list[Note]]:
         check_images(model_path, [*train, *held_out])
         require_chats(tokenizer, model_path, [*train, *held_out])
+        check_teacher_prompts(tokenizer, config, model_path, train)
         return check_prompts(tokenizer, config, train, held_out)
 
     def check_completions(

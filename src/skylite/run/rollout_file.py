@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from skylite.errors import DataError
 from skylite.run.files import atomic_file
 from skylite.run.parquet_file import read_parquet
-from skylite.types import Call, Group, ImageTokens, Message, Prompt, TrainingExample, Trajectory
+from skylite.types import Call, Group, ImageTokens, IntArray, Message, Prompt, TrainingExample, Trajectory
 
 EXAMPLE_SCHEMA = pa.schema(
     [
@@ -34,6 +34,8 @@ EXAMPLE_SCHEMA = pa.schema(
         ("components", pa.map_(pa.string(), pa.float64())),
         ("is_truncated", pa.bool_()),
         ("adapter_version", pa.int32()),
+        # What a teacher reads in place of the prompt. No value: it has no prompt of its own.
+        ("teacher_prompt", pa.list_(pa.int32())),
         # Of the prompt: the first of its tokens, their number, and the file, in the group's first row alone.
         (
             "images",
@@ -62,7 +64,7 @@ ROLLOUT_SCHEMA = pa.schema(
 )
 TRAJECTORY_COLUMNS = ("reward", "penalty", "end", "has_turn_rewards")
 """Columns that must be equal in all rows of a trajectory."""
-NULLABLE = ("sampling_logprobs",)
+NULLABLE = ("sampling_logprobs", "teacher_prompt")
 
 
 def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
@@ -102,7 +104,12 @@ def _example(number: int, group: Group, index: int, trajectory: Trajectory, turn
         version=call.adapter_version,
         prompt_id=group.prompt.id,
         images=call.images,
+        teacher_prompt=_ids(call.teacher_prompt_token_ids or None),
     )
+
+
+def _ids(values: Sequence[int] | None) -> IntArray | None:
+    return None if values is None else np.array(values, np.int64)
 
 
 def read_examples(path: Path) -> list[TrainingExample]:
@@ -154,6 +161,7 @@ def _read_example(path: Path, row: dict[str, Any]) -> TrainingExample:
         version=row["adapter_version"],
         prompt_id=row["prompt_id"],
         images=_read_images(path, row),
+        teacher_prompt=_ids(row["teacher_prompt"] or None),
     )
 
 
@@ -208,6 +216,7 @@ def _example_row(example: TrainingExample) -> dict[str, Any]:
         "components": dict(example.components),
         "is_truncated": example.is_truncated,
         "adapter_version": example.version,
+        "teacher_prompt": example.teacher_prompt,
         "images": [
             {"start": image.start, "length": image.length, "data": image.data if is_first else b""}
             for image in example.images
@@ -275,6 +284,7 @@ def _call(path: Path, row: dict[str, Any]) -> Call:
         text=row["completion"],
         observed=row["observed"],
         images=example.images,
+        teacher_prompt_token_ids=row["teacher_prompt"] or [],
     )
 
 

@@ -104,6 +104,8 @@ def step_metrics(
     num_computed = max(1.0, total.pop("tokens/computed"))
     num_updates = algorithm.updates_per_step
     means = {n: value / (num_updates if n in algorithm.means else num_computed) for n, value in total.items()}
+    if taught := means.get("teacher/taught_frac"):
+        means |= {name: means[name] / taught for name in ("teacher/kl", "teacher/overlap")}
     metrics = means | _critic_metrics(means, sums)
     if algorithm.is_sampled:
         metrics |= _importance_metrics(means) | _worst_mismatch(values[len(own) :]) | _group_metrics(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
 
 import numpy as np
@@ -89,6 +89,10 @@ class MicroBatch:
     advantages: Tensor | None = None
     returns: Tensor | None = None
     """The critic's targets."""
+    teacher_tokens: PackedTokens | None = None
+    """The taught tokens after the teacher's own prompts. None: the teacher reads `tokens`."""
+    taught: Tensor | None = None
+    """Indices of the tokens that a teacher with prompts of its own scores."""
     weights: Tensor | None = None
     """`token_weights`, and 0 for tokens that the update leaves out."""
     selected: Tensor | None = None
@@ -133,6 +137,8 @@ def arrange(
     rewards = torch.tensor([[sum(e.reward for e in calls) for calls in group] for group in groups])
     lengths = torch.tensor([[float(num_tokens(calls)) for calls in group] for group in groups])
     kept = algorithm.keep(rewards, torch.tensor([[t[0].is_truncated for t in g] for g in groups]))
+    if algorithm.leaves_out_untaught:
+        kept &= torch.tensor([[t[0].teacher_prompt is not None for t in g] for g in groups])
     components = components_of(groups, config) if algorithm.needs_components else None
     advantages = None if algorithm.penalises_kl else algorithm.credit(rewards, lengths, components)
     rows = _rows_of_updates(len(groups), num_updates or algorithm.updates_per_step)
@@ -246,14 +252,36 @@ def make_micro_batch(
         ],
         policy.device,
     )
+    teacher_tokens = taught = None
+    if algorithm.shows_teacher_more:
+        of_teacher = [e for e in examples if e.teacher_prompt is not None]
+        teacher_tokens = pack_tokens(list(map(_for_teacher, of_teacher)), policy.packing, policy.device)
+        is_taught = [e.teacher_prompt is not None for e in examples]
+        (taught,) = upload(
+            [np.flatnonzero(np.repeat(np.array(is_taught, bool), [len(e.scored) for e in examples]))],
+            policy.device,
+        )
     return MicroBatch(
         examples=examples,
+        teacher_tokens=teacher_tokens,
+        taught=taught,
         numbers=numbers,
         tokens=pack_tokens(examples, policy.packing, policy.device, policy.images),
         keys=keys,
         token_weights=weights,
         size=size,
         sampling_logprobs=logprobs if len(sampled) == len(examples) else None,
+    )
+
+
+def _for_teacher(example: TrainingExample) -> TrainingExample:
+    """The completion after the teacher's prompt. The teachers of a group share the prefixes of theirs."""
+    assert example.teacher_prompt is not None
+    prompt, first = example.teacher_prompt, int(example.scored[0])
+    return replace(
+        example,
+        token_ids=np.concatenate([prompt, example.token_ids[first:]]),
+        weights=np.concatenate([np.zeros(len(prompt), np.float32), example.weights[first:]]),
     )
 
 

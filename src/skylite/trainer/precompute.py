@@ -49,9 +49,14 @@ def ref_logprobs(policy: Policy, micro: MicroBatch, temperature: float) -> Tenso
 
 @torch.no_grad()
 def teacher_logprobs(policy: Policy, micro: MicroBatch, temperature: float) -> Tensor:
-    """[C] logprobs of the teacher."""
+    """[C] logprobs of the teacher; NaN for tokens that it does not teach."""
     with frozen_policy(policy, TEACHER) as teacher:
-        return score(teacher, micro.tokens, temperature)[0]
+        if micro.teacher_tokens is None:
+            return score(teacher, micro.tokens, temperature)[0]
+        assert micro.taught is not None
+        scored = score(teacher, micro.teacher_tokens, temperature)[0]
+    nothing = torch.full_like(micro.token_weights, torch.nan)
+    return nothing.index_copy_(0, micro.taught, scored)
 
 
 def credit(
