@@ -22,7 +22,7 @@ from skylite.engine.interface import Sampling
 from skylite.environments.single_turn import Scorer, SingleTurn
 from skylite.rollout.loop import run_steps
 from skylite.rollout.plan import RunPlan
-from skylite.rollout.session import Progress, Session, TimeLimit, read_events
+from skylite.rollout.session import Progress, Session, TimeLimit, prompt_history, read_events
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, RunDir
 from skylite.types import Call, EncodedPrompt, Prompt, Score
@@ -147,14 +147,16 @@ def run_of(
     facts: StepFacts = MappingProxyType({}),
     scorer: Scorer | None = None,
     resumed: bool = False,
+    data: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[RunDir, FakeEngine, str]:
     """Run a simulated run to its end. Returns its folder, engine and log."""
-    plan = plan_of(root, staleness, num_steps, eval_every, first_step, resumed or first_step > 1)
+    plan = plan_of(root, staleness, num_steps, eval_every, first_step, resumed or first_step > 1, data)
     engine = FakeEngine(sample_s, wrong_version)
     session = Session(
         plan=plan,
         engines=EnginePool([engine], 0.002),  # type: ignore[list-item]
         source=SingleTurn(plan.config, NUMBERS, scorer or Half()),
+        history=prompt_history(plan),
         progress=Progress(plan.run, num_steps, Screen(num_steps, Console(file=io.StringIO())), dict),
         limit=limit,
     )
@@ -176,14 +178,21 @@ def run_of(
 
 
 def plan_of(
-    root: Path, staleness: int, num_steps: int, eval_every: int, first_step: int, resumed: bool
+    root: Path,
+    staleness: int,
+    num_steps: int,
+    eval_every: int,
+    first_step: int,
+    resumed: bool,
+    data: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunPlan:
     """A plan with 14 prompts and 2 prompts x 2 completions a step, and the folders of its run."""
     run = RunDir(root)
     for folder in (run.rollouts, run.trainer_steps, run.checkpoints, run.default_adapters):
         folder.mkdir(parents=True, exist_ok=True)
     rollout = {"prompts_per_step": 2, "group_size": 2, "max_staleness": staleness}
-    config = {"num_steps": num_steps, "rollout": rollout, "eval": {"every": eval_every, "limit": 2}}
+    evals = {"every": eval_every, "limit": 2}
+    config = {"num_steps": num_steps, "rollout": rollout, "eval": evals, "data": dict(data)}
     return RunPlan(
         run=run,
         config=TrainConfig.model_validate(config),
@@ -193,6 +202,7 @@ def plan_of(
         rewards=("math",),
         first_step=first_step,
         resumed=resumed,
+        mixed={p.id: next(iter(data.get("mix", ())), "") for p in PROMPTS[9:]},
     )
 
 

@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
 GENERATORS = sorted(path.stem for path in DOCS.glob("generate_*.py"))
 METRIC = re.compile(
-    r"\b(?:adapter|anomaly|canary|completion|critic|groups|judge|loss|mem|mismatch|optim|perf|policy|rewards?|rollout|staleness|sync"
+    r"\b(?:adapter|anomaly|canary|completion|critic|groups|judge|loss|mem|mismatch|optim|perf|policy|prompts|rewards?|rollout|staleness|sync"
     r"|time|tokens)/[a-z_]+"
 )
 INTERMEDIATE = {

@@ -22,7 +22,7 @@ from skylite.processes.private_folders import temporary_folder
 from skylite.progress_reporting import long_work
 from skylite.rewards.built_in import default_system
 from skylite.rewards.right_completion import ANSWER, fill, is_made_up
-from skylite.rollout.sources import source_for
+from skylite.rollout.plan import read_train
 from skylite.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ CPU, GPU = Limits((20, 50), 32, 128), Limits((50, 200), 128, 512)
 def size_by_data(config: TrainConfig, *, gpu: bool) -> tuple[TrainConfig, list[Note]]:
     """Set the lengths and steps that nobody set, with a note on each. Raises DataError and ModelError."""
     limits = GPU if gpu else CPU
-    train, info = source_for(config).read(config, "train")
+    train, info, _ = read_train(config)
     rollout: dict[str, int] = {}
     notes: list[str] = []
     given = config.rollout.model_fields_set

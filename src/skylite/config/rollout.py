@@ -28,6 +28,19 @@ class DataConfig(Section):
     difficulty: list[int] = []
     """Train and evaluate only on prompts of these difficulties (reasoning steps). Empty: all. In a recipe it
     counts for the recipe's own data set only."""
+    mix: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """More prepared folders, each with the weight of its prompts in a step; those of data.path have weight 1.
+    Evaluations use data.path alone. A data set whose prompts are used up or retired leaves its share to the
+    others."""
+    sampling: Literal["shuffled", "pass_rate"] = "shuffled"
+    """shuffled: each prompt once before any comes again. pass_rate: at random, by p (1 - p), where p is the
+    share of a prompt's completions that solved it. Earlier completions count half at each visit, and one
+    right and one wrong are added, so a new prompt has p = 0.5."""
+    retire_after: int = Field(0, ge=0)
+    """A prompt whose completions all solved it in this many visits in a row is not sampled again. The run
+    ends when fewer prompts are left than a step takes. 0: none retires."""
+    solved_at: float = 1.0
+    """The first reward's score from which a completion counts as solved, for retire_after and pass_rate."""
     filter_overlong_prompts: bool = False
     """Leave out prompts over rollout.max_prompt_tokens, and print their number. false: refuse them."""
     chat_template: Annotated[
@@ -38,6 +51,19 @@ class DataConfig(Section):
         dict[str, TemplateValue], Flag("--template-arg", MORE, default="no arguments")
     ] = {}
     """Arguments of the chat template, such as enable_thinking=false for Qwen3."""
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether the prompts of a step depend on earlier steps (data/prompt_history.py)."""
+        return bool(self.mix or self.retire_after) or self.sampling != "shuffled"
+
+    @model_validator(mode="after")
+    def check_mix(self) -> Self:
+        if self.path in self.mix:
+            raise ValueError(
+                f"data.mix names data.path={self.path}, whose weight is 1; weigh the others by it."
+            )
+        return self
 
     @field_validator("template_args")
     @classmethod

@@ -324,6 +324,17 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def check_history(self) -> Self:
+        asked = [f"data.retire_after={self.data.retire_after}"] if self.data.retire_after else []
+        asked += [f"data.sampling={self.data.sampling}"] if self.data.sampling != "shuffled" else []
+        if asked and self.source.name == "offline":
+            raise ValueError(
+                f"{asked[0]} needs sampled completions, and algorithm.name={self.algorithm.name} samples "
+                "nothing; leave it out."
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_judge(self) -> Self:
         judge = self.reward.judge
         if not judge.url:

@@ -100,14 +100,18 @@ class StepQueues:
 
     versions: asyncio.Queue[AdapterVersion] = field(default_factory=asyncio.Queue)
     """Verified versions in order, for `sample_steps`."""
-    samples: asyncio.Queue[SampledStep] = field(default_factory=asyncio.Queue)
-    """Steps with a written rollout file, in order, for `record_steps`."""
+    samples: asyncio.Queue[SampledStep | None] = field(default_factory=asyncio.Queue)
+    """Steps with a written rollout file, in order, for `record_steps`. None: there is no further step."""
     sampling: dict[int, Interval] = field(default_factory=dict)
     """Step -> when it was sampled; the end is inf until sampling ends."""
 
 
-async def run_steps(session: Session) -> None:
-    """Run every remaining step, and the evaluations before, between and after the steps."""
+async def run_steps(session: Session) -> int:
+    """Run every remaining step, and the evaluations before, between and after the steps.
+
+    Returns the last step: that of the session, or an earlier one if too few prompts are left
+    (data.retire_after).
+    """
     queues, plan = StepQueues(), session.plan
     await wait_for_trainer_step(plan, plan.first_step - 1)
     versions = initial_versions(session)
@@ -117,19 +121,26 @@ async def run_steps(session: Session) -> None:
         queues.versions.put_nowait(adapter)
     await evaluate_at_start(session, versions)
     # A run that died after its last step has only the final evaluation left.
-    if plan.first_step <= plan.last_step:
+    last = plan.last_step
+    if plan.first_step <= last:
         tasks = (sample_steps(session, queues), record_steps(session, queues))
-        await gather_or_cancel([asyncio.create_task(task) for task in tasks])
-    await unload_before(session, before=plan.last_step)
-    if plan.last_step == plan.config.num_steps:
-        await evaluate_held_out(session, "after", version=plan.config.num_steps)
+        last, _ = await gather_or_cancel([asyncio.create_task(task) for task in tasks])
+    await unload_before(session, before=last)
+    if last == plan.config.num_steps or last < plan.last_step:  # the run is done, and not at a pause
+        await evaluate_held_out(session, "after", version=last)
+    return last
 
 
-async def sample_steps(session: Session, queues: StepQueues) -> None:
-    """Sample every step in order, and write its rollout file."""
+async def sample_steps(session: Session, queues: StepQueues) -> int:
+    """Sample every step in order, and write its rollout file. Returns the last step."""
     plan, progress = session.plan, session.progress
-    source = await queues.versions.get()
-    for step in range(plan.first_step, plan.last_step + 1):
+    source, last = await queues.versions.get(), plan.last_step
+    for step in range(plan.first_step, last + 1):
+        if text := _too_few_prompts(session, step):
+            logger.info(text)
+            queues.samples.put_nowait(None)
+            last = step - 1
+            break
         while source.version < sampling_version(step, plan.config.rollout.max_staleness):
             source = await queues.versions.get()
         version, started = source.version, time.monotonic()
@@ -146,11 +157,24 @@ async def sample_steps(session: Session, queues: StepQueues) -> None:
         progress.event("rollouts_written", step=step, version=version)
         queues.samples.put_nowait(sampled)
     # The last version is still to come; the one before it may be evaluated.
-    await unload_before(session, before=plan.last_step - 1)
+    await unload_before(session, before=last - 1)
+    return last
 
 
-async def record_steps(session: Session, queues: StepQueues) -> None:
-    """Load and verify every adapter that the trainer publishes, and record its step."""
+def _too_few_prompts(session: Session, step: int) -> str:
+    """Why the run is done before this step; empty if it goes on."""
+    history, config = session.history, session.plan.config
+    per_step = config.rollout.prompts_per_step
+    if history is None or (active := history.num_active(step)) >= per_step:
+        return ""
+    return (
+        f"after step {step - 1} the run is done: {active} of {len(history.prompts)} prompts are not retired "
+        f"(data.retire_after={config.data.retire_after}), fewer than the {per_step} of a step"
+    )
+
+
+async def record_steps(session: Session, queues: StepQueues) -> int:
+    """Load and verify every adapter that the trainer publishes, and record its step. Returns the last one."""
     plan, progress, recorded = session.plan, session.progress, time.monotonic()
     trained: dict[int, Interval] = {}
     judge = rollout_judge(plan)
@@ -160,6 +184,9 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
         progress.begin_step(step)
         progress.phase("sampling", f"step {step} of {plan.config.num_steps}")
         sampled = await queues.samples.get()
+        if sampled is None:
+            progress.step = step - 1
+            return step - 1
         progress.phase("training", f"step {step} of {plan.config.num_steps}")
         with long_work(f"training step {step}", expected_s=train_s):
             trainer_step = await wait_for_trainer_step(plan, step)
@@ -202,6 +229,7 @@ async def record_steps(session: Session, queues: StepQueues) -> None:
         ):
             logger.info(str(session.limit))
             await asyncio.Event().wait()  # run_until_stopped sees the limit and cancels this task
+    return plan.last_step
 
 
 def _tag_warning(config: TrainConfig, step: int, sampled: SampledStep) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
@@ -30,6 +31,7 @@ from skylite.data.chat_tokenizer import (
     read_template,
     template_notes,
 )
+from skylite.data.prompt_history import merged
 from skylite.data.prompt_order import steps_per_epoch
 from skylite.data.prompts import PromptFileInfo, read_info
 from skylite.engine.connections import open_files
@@ -37,7 +39,7 @@ from skylite.engine.interface import Launcher
 from skylite.engine.launchers import load_launcher
 from skylite.engine.model_check import check_model
 from skylite.engine.model_limits import check_trainable
-from skylite.errors import ConfigError, convert_os_errors
+from skylite.errors import ConfigError, DataError, convert_os_errors
 from skylite.evaluation.confidence_interval import wilson
 from skylite.hub.resolve import ResolvedModel, resolve_model
 from skylite.loggers.writers import require_libraries
@@ -91,6 +93,8 @@ class RunPlan:
     """Continues an existing run, from a checkpoint or, if there is none, from its start."""
     reuse_rollouts: bool = False
     """Train again on the stored rollouts of steps after the checkpoint."""
+    mixed: Mapping[str, str] = field(default_factory=dict)
+    """Prompt id -> its folder in data.mix, or empty for data.path."""
     pause_after: int | None = None
     """The session ends after this step, with a checkpoint, before the last one: at a rung of a sweep."""
 
@@ -126,7 +130,7 @@ def plan_run(
     check_folders(config, run)
     config, filter_note = without_foreign_filter(config, provenance)
     source = source_for(config)
-    train, info = source.read(config, "train")
+    train, info, mixed = read_train(config)
     held_out = held_out_prompts(config)
     template = replace(read_template(config.data), now=datetime.now().replace(microsecond=0))
     scored = plan_rewards(source, config, info, train, provenance)
@@ -169,6 +173,7 @@ def plan_run(
         held_out=held_out,
         rewards=scored.rewards,
         first_step=1,
+        mixed=mixed,
     )
 
 
@@ -389,9 +394,33 @@ def held_out_prompts(config: TrainConfig) -> list[Prompt]:
     )
 
 
+def read_train(config: TrainConfig) -> tuple[list[Prompt], PromptFileInfo, dict[str, str]]:
+    """The training rows of data.path and data.mix, the footer of data.path, and the folder of each prompt.
+
+    Raises DataError for data sets that do not go together.
+    """
+    source = source_for(config)
+    own, info = source.read(config, "train")
+    parts: list[tuple[str, Sequence[Prompt]]] = [("", own)]
+    for folder in config.data.mix:
+        data = config.data.model_copy(update={"path": folder})
+        rows, other = source.read(config.model_copy(update={"data": data}), "train")
+        chosen = config.reward.functions or config.env.episode
+        if not chosen and (other.reward, other.reward_settings) != (info.reward, info.reward_settings):
+            raise DataError(
+                f"{folder} (data.mix) was prepared for the reward {other.reward}, and {config.data.path} for "
+                f"{info.reward}, or with other settings.",
+                "Choose one for all with --reward; a function of yours can ask for `source`, the data set.",
+            )
+        parts.append((folder, rows))
+    train, folders = merged(parts)
+    return train, info, folders if config.data.mix else {}
+
+
 def train_data_hash(config: TrainConfig) -> str:
     """sha256 of the training split: a resumed run needs the same prompts in the same order."""
-    return sha256_file(Path(config.data.path) / "train.parquet")
+    hashes = [sha256_file(Path(folder) / "train.parquet") for folder in (config.data.path, *config.data.mix)]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def sync_folder(config: TrainConfig, run: RunDir) -> Path:
@@ -460,7 +489,8 @@ ENOUGH_HELD_OUT = 50
 def data_note(config: TrainConfig, info: PromptFileInfo, count: int) -> str:
     """The training data in one sentence, for config.json."""
     difficulty = f", difficulty {config.data.difficulty}" if config.data.difficulty else ""
-    source = f"{info.dataset} ({info.source_kind}: {info.source}){difficulty}"
+    mix = "".join(f", mixed with {path} (weight {weight:g})" for path, weight in config.data.mix.items())
+    source = f"{info.dataset} ({info.source_kind}: {info.source}){difficulty}{mix}"
     return f"data: {source}, {count} training problems, {rewards_text(config, info)}"
 
 

@@ -34,6 +34,7 @@ from skylite.rollout.plan import (
     check_device,
     epochs_to_steps,
     held_out_prompts,
+    read_train,
     train_data_hash,
 )
 from skylite.rollout.prompt_check import without
@@ -70,7 +71,7 @@ def plan_resume(
     provenance = replace(provenance, file=run.config_path)
     config = change_config(recorded.config, provenance)
     source = source_for(config)
-    everything, info = source.read(config, "train")
+    everything, info, mixed = read_train(config)
     train = without(everything, recorded.resolved.identity.dropped_prompts)
     config = accept_same_rewards(recorded.config, config, info, provenance)
     config, _ = epochs_to_steps(config, len(train))
@@ -110,6 +111,7 @@ def plan_resume(
         first_step=done + 1,
         resumed=True,
         reuse_rollouts=at is None,
+        mixed=mixed,
     )
 
 
@@ -217,8 +219,8 @@ def _check_inputs(recorded: RunConfig, config: TrainConfig) -> RunConfig:
     model, data_sha256 = recorded.resolved.model, recorded.resolved.identity.data_sha256
     if data_sha256 is not None and train_data_hash(config) != data_sha256:
         raise ConfigError(
-            f"{Path(config.data.path) / 'train.parquet'} is not the file that the run was trained on "
-            "(its sha256 differs).",
+            f"{Path(config.data.path) / 'train.parquet'} is not the file that the run was trained on, or "
+            "one of data.mix is not (the sha256 differs).",
             "Point --data to the folder it was moved to, or prepare it again in the same way.",
         )
     if check_folder(model.path, "").fingerprint != model.fingerprint:

@@ -50,7 +50,7 @@ from skylite.rollout.failures import TRAINER, explain_failure, may_resume, with_
 from skylite.rollout.loop import TrainerStep, run_steps, wait_for_trainer_step
 from skylite.rollout.plan import RunPlan, write_config
 from skylite.rollout.resume import plan_resume, remove_after
-from skylite.rollout.session import Progress, Session, TimeLimit
+from skylite.rollout.session import Progress, Session, TimeLimit, prompt_history
 from skylite.rollout.shutdown import (
     TRAINER_SHARE,
     StopRequest,
@@ -303,12 +303,12 @@ async def _run_in(
         engines=EnginePool(engines, start.tolerance),
         source=source,
         judge=judge,
+        history=prompt_history(plan),
         progress=progress,
         limit=limit,
         owner=processes.owner,
     )
-    await run_steps(session)
-    if plan.last_step < plan.config.num_steps:
+    if await run_steps(session) < plan.config.num_steps:
         ask_trainer_to_end(plan.run)
     await wait_for_trainer_exit(plan, processes.trainer_exit(supervisor))
 

@@ -31,23 +31,31 @@ async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> S
     stored = session.plan.run.rollout_path(step)
     if stored.exists():
         return SampledStep(groups=await asyncio.to_thread(read_rollouts, stored), stored=True)
-    sampled = await _sample_step(session, step, adapter)
-    return sampled if session.judge is None else replace(sampled, judge=session.judge.step_metrics(step))
+    chosen: list[Prompt] = []
+    sampled = await _sample_step(session, step, adapter, chosen)
+    counts = {} if session.judge is None else session.judge.step_metrics(step)
+    if (history := session.history) is not None:
+        counts["prompts/retired"] = float(len(history.prompts) - history.num_active(step))
+        history.record(step, chosen, [*sampled.groups, *sampled.left_out])
+    return replace(sampled, counts=counts)
 
 
-async def _sample_step(session: Session, step: int, adapter: AdapterVersion) -> SampledStep:
-    config, train = session.plan.config, session.plan.train
+async def _sample_step(
+    session: Session, step: int, adapter: AdapterVersion, chosen: list[Prompt]
+) -> SampledStep:
+    """The groups of a step. Adds their prompts to `chosen`."""
+    config = session.plan.config
     algorithm, per_step = config.algorithm, config.rollout.prompts_per_step
-    first = await sample_groups(
-        session, step, adapter, prompts_for_step(train, step, per_step, config.seed), first_index=0
-    )
+    chosen += prompts_of(session, step, 0)
+    first = await sample_groups(session, step, adapter, chosen, first_index=0)
     dropped = per_step - len(first)
     if algorithm.zero_std_groups != "resample":
         return SampledStep(groups=first, dropped=dropped)
 
     async def sample_more(round_number: int, count: int) -> list[Group]:
         nonlocal dropped
-        prompts = prompts_for_round(train, step, round_number, per_step, config.seed)[:count]
+        prompts = prompts_of(session, step, round_number)[:count]
+        chosen.extend(prompts)
         if step == session.progress.step:  # otherwise this step is sampled ahead of the one on screen
             session.progress.phase(
                 "sampling",
@@ -64,6 +72,17 @@ async def _sample_step(session: Session, step: int, adapter: AdapterVersion) -> 
             f"{len(sampled.left_out)} more were sampled (algorithm.max_resample_rounds); they are dropped"
         )
     return replace(sampled, dropped=dropped)
+
+
+def prompts_of(session: Session, step: int, round_number: int) -> list[Prompt]:
+    """The prompts of a step (round 0), or those that replace its groups of equal rewards."""
+    if session.history is not None:
+        return session.history.chosen(step, round_number)
+    train, config = session.plan.train, session.plan.config
+    per_step, seed = config.rollout.prompts_per_step, config.seed
+    if round_number == 0:
+        return prompts_for_step(train, step, per_step, seed)
+    return prompts_for_round(train, step, round_number, per_step, seed)
 
 
 async def sample_groups(
@@ -100,8 +119,8 @@ class SampledStep:
     dropped: int = 0
     """Groups that are not in `groups`, because an episode failed (env.on_error=drop) or the judge gave no
     points (reward.judge.on_unparsed=drop)."""
-    judge: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the judge."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the judge and of the prompts' history."""
     stored: bool = False
     """Read from the rollout file of an earlier attempt (resumed run)."""
 

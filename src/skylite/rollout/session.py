@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from skylite.data.prompt_history import PromptHistory
 from skylite.engine.engine_pool import EnginePool
 from skylite.environments.judge import Judge
 from skylite.environments.source import RolloutSource
@@ -146,6 +147,15 @@ class Progress:
         logger.debug(" ".join([event, *(f"{name}={value}" for name, value in facts.items())]))
 
 
+def prompt_history(plan: RunPlan) -> PromptHistory | None:
+    """What chooses the prompts of a run by earlier steps; None: prompt_order.py does by step alone."""
+    config = plan.config
+    if not config.data.uses_history:
+        return None
+    per_step, path = config.rollout.prompts_per_step, plan.run.prompt_history_path
+    return PromptHistory(plan.train, config.data, per_step, config.seed, path, plan.mixed)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """Plan, engines, rollout source and progress. run_session.py creates and closes them."""
@@ -155,6 +165,8 @@ class Session:
     source: RolloutSource
     judge: Judge | None = None
     """The one that `source` asks."""
+    history: PromptHistory | None = None
+    """Chooses the prompts, where they depend on earlier steps."""
     progress: Progress
     limit: TimeLimit | None = None
     owner: str = ""

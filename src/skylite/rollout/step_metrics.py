@@ -60,7 +60,7 @@ def step_metrics(
         "adapter/version": step,
         "completion/tokens_mean": statistics.fmean(t.num_tokens for t in trajectories),
         **(sampling_metrics(step, sampled, report, times) if was_sampled(trajectories) else {}),
-        **sampled.judge,
+        **sampled.counts,
         **(turn_metrics(trajectories) if has_turns(trajectories) else {}),
         "rollout/stored": float(sampled.stored),
         "time/rollout_s": times.rollout_s,

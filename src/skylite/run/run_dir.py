@@ -99,6 +99,11 @@ class RunDir:
         return self.root / "metrics.jsonl"
 
     @property
+    def prompt_history_path(self) -> Path:
+        """What each step's prompts scored, where later steps choose by it (data/prompt_history.py)."""
+        return self.root / "prompt_history.jsonl"
+
+    @property
     def events_path(self) -> Path:
         """Timeline of the parent (rollout/session.py)."""
         return self.root / "events.jsonl"
