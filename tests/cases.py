@@ -34,12 +34,10 @@ from tests.tiny_models import make_tiny_model
 
 PROBE = list(range(20, 40))
 
+OTHERS = ("ppo", "clip_cov", "kl_cov", "dapo", "raft", "online_dpo", *SOURCES, *DISTILLATIONS)
+"""Presets with settings of their own below, or in test_best_of_group.py and test_peers_supervised.py."""
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    **{
-        n: {"name": n}
-        for n in PRESETS
-        if n not in ("ppo", "clip_cov", "kl_cov", "dapo", *SOURCES, *DISTILLATIONS)
-    },
+    **{n: {"name": n} for n in PRESETS if n not in OTHERS},
     "opd": {"name": "opd", "reward_weight": 0.5, "distill_coef": 0.3},
     "dapo": {"name": "dapo", "zero_std_groups": "drop", "mask_truncated": True},
     "grpo paper": {"aggregation": "seq-mean-token-mean", "kl_coef": 0.1, "kl_estimator": "k1"},

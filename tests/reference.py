@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -71,6 +72,12 @@ def _group_advantage(index: int, samples: Sequence[Row], rewards: list[float], k
     if kind == "opo":
         lengths = [len(samples[i].completion_token_ids) for i in group]
         return mine - sum(n * rewards[i] for n, i in zip(lengths, group, strict=True)) / sum(lengths)
+    if kind == "pass_at_k":
+        best = {pair: max(rewards[i] for i in pair) for pair in combinations(group, 2)}
+        average = sum(best.values()) / len(best)
+        std = math.sqrt(sum((x - average) ** 2 for x in best.values()) / len(best))
+        own = [x for pair, x in best.items() if index in pair]
+        return (sum(own) / len(own) - average) / (std + 1e-6)
     if kind == "maxrl":
         return (mine - mean) / (mean + 1e-6)
     if kind == "grpo":
@@ -186,10 +193,12 @@ def reference_loss(
             "seq-mean-token-mean": 1 / len(counted) / lengths[i],
             "fixed-length": 1 / len(counted) / config.rollout.max_completion_tokens,
         }[a.aggregation]
-        losses = _token_losses(policy, before[i].old, torch.tensor(advantages[i]), chosen.get(i), a)
-        losses = losses * _importance(
-            before[i].old, torch.tensor(samples[i].sampling_logprobs), config.importance
-        )
+        sampler, adv = torch.tensor(samples[i].sampling_logprobs), torch.tensor(advantages[i])
+        if a.is_unweighted:
+            losses = _losses_by_the_sampler(policy, sampler, adv, a)
+        else:
+            losses = _token_losses(policy, before[i].old, adv, chosen.get(i), a)
+            losses = losses * _importance(before[i].old, sampler, config.importance)
         losses = losses * (entropy.detach().double() >= threshold)
         if a.uses_ref and a.kl_in == "loss":
             losses = losses + a.kl_coef * _kl(policy, before[i].ref, a.kl_estimator)
@@ -230,6 +239,10 @@ def _token_losses(
     if a.policy_loss == "gspo":
         sequence_ratio = torch.exp((policy - old).mean())
         return -torch.min(sequence_ratio * adv, torch.clamp(sequence_ratio, low, high) * adv)
+    if a.policy_loss == "gmpo":
+        bounded = torch.clamp(policy - old, -a.clip_eps_low, a.clip_eps_high)
+        least = torch.minimum(torch.sign(adv) * (policy - old), torch.sign(adv) * bounded)
+        return -torch.exp((torch.sign(adv) * least).mean()) * adv
     if a.policy_loss == "cispo":
         return -torch.clamp(ratio, low, high).detach() * adv * policy
     if a.policy_loss == "sapo":
@@ -241,6 +254,20 @@ def _token_losses(
         assert chosen is not None
         return -ratio * adv + a.kl_cov_coef * (policy - old).abs() * chosen
     return clipped if chosen is None else clipped * ~chosen
+
+
+def _losses_by_the_sampler(
+    policy: torch.Tensor, sampler: torch.Tensor, adv: torch.Tensor, a: AlgorithmConfig
+) -> torch.Tensor:
+    gap, positive = policy - sampler, bool(adv[0] >= 0)
+    if a.policy_loss == "dro":
+        return a.dro_beta / 2 * gap**2 - adv * policy
+    if a.policy_loss == "vespo":
+        k, decay = (a.vespo_k_pos, a.vespo_lambda_pos) if positive else (a.vespo_k_neg, a.vespo_lambda_neg)
+        w = float(gap.detach().double().sum().exp())
+        return -(w**k) * math.exp(decay * (1 - w)) * adv * policy
+    moved = (policy.exp() - sampler.exp()).detach() * torch.sign(adv)
+    return -gap.exp() * adv * (moved <= (a.clip_eps_high if positive else a.clip_eps_low))
 
 
 def _chosen_tokens(

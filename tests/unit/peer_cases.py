@@ -161,7 +161,7 @@ def assert_same_result(mine: Result, theirs: Result, mask: Tensor) -> None:
 
 def ours(case: Case, importance: dict[str, Any] | None = None, **algorithm: Any) -> Result:
     """Our loss of one micro-batch through the algorithm. Tokens are chosen as in `select_tokens`."""
-    is_weighted = not AlgorithmConfig.model_validate(algorithm).compares_with_sampler
+    is_weighted = not AlgorithmConfig.model_validate(algorithm).is_unweighted
     config = TrainConfig.model_validate(
         {
             "algorithm": algorithm,

@@ -74,6 +74,12 @@ def test_gdpo_normalises_each_component_in_its_group_and_the_sum_over_the_step()
     assert shown_only["short"][0].tolist() == [0, 0, 4e-2, 4e-2]
 
 
+def test_best_is_shared_by_equal_ones_and_missing_where_all_are_equal():
+    rewards = torch.tensor([[0.0, 3.0, 1.0, -1.0], [0.0, 2.0, 2.0, 1.0], [2.0] * 4])
+    wanted = [[0, 1, 0, 0], [0, 0.5, 0.5, 0], [0] * 4]
+    assert GROUP_ADVANTAGES["best"](rewards, rewards).tolist() == wanted
+
+
 def test_gdpo_takes_another_formula_for_a_component():
     scores = torch.tensor([[[8.0, 3.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
     found = gdpo(Components(("right", "long"), scores, torch.tensor([1.0, 1.0])), {"long": "rloo"})

@@ -89,6 +89,12 @@ def test_gdpo_refuses_what_works_on_the_sum_of_the_rewards(setting, shown):
             {"algorithm": {"component_advantages": {"a": "rloo"}}},
             "has no effect with algorithm.advantage=grpo",
         ),
+        ({"algorithm": {"name": "online_dpo", "clip_eps_high": 0.3}}, "compares the best of a group with"),
+        ({"algorithm": {"preference_loss": "ipo"}}, "preference_loss=ipo has no effect with .*name=grpo"),
+        (
+            {"algorithm": {"name": "raft"}, "importance": {"mode": "mask"}},
+            "importance.mode=mask has no effect",
+        ),
         ({"algorithm": {"name": "dro"}, "importance": {"cap": 3.0}}, "importance.cap=3.0 has no effect with"),
         ({"algorithm": {"kl_bias_correction": True}}, "kl_coef=0 with kl_in=loss puts none there"),
         ({"algorithm": {"name": "pass_at_k", "pass_k": 9}}, "pass_k=9 is over rollout.group_size=8"),
@@ -112,8 +118,22 @@ def test_an_unknown_name_is_refused_and_the_known_ones_listed():
 
 def test_what_each_algorithm_requires():
     needs_groups = {name for name in PRESETS if AlgorithmConfig(name=name).compares_groups}
-    assert set(PRESETS) - needs_groups == {"ppo", "reinforce++", "opd", "opsd", "sdft", "sdpo", "sft", "dpo"}
+    assert set(PRESETS) - needs_groups == {
+        "ppo",
+        "reinforce++",
+        "opd",
+        "opsd",
+        "sdft",
+        "sdpo",
+        "sft",
+        "dpo",
+        "ipo",
+    }
     assert {name for name in PRESETS if AlgorithmConfig(name=name).uses_critic} == {"ppo"}
     assert {name for name in PRESETS if AlgorithmConfig(name=name).selects_by_cov} == {"clip_cov", "kl_cov"}
-    assert {name for name in PRESETS if AlgorithmConfig(name=name).uses_ref} == {"dpo"}
+    assert {name for name in PRESETS if AlgorithmConfig(name=name).uses_ref} == {
+        "dpo",
+        "ipo",
+        "online_dpo",
+    }
     assert AlgorithmConfig(kl_coef=0.1).uses_ref

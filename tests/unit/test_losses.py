@@ -75,6 +75,7 @@ def losses_of(
         ("dppo_kl", 2, -2, {}, 4, 4),
         ("dppo_kl", 0.25, -2, {"clip_eps_low": 0.27}, 0, 0),  # 0.510 + 0.632 log(0.632 / 0.908) = 0.281
         ("dppo_kl", 0.25, -2, {"clip_eps_low": 0.29}, 0.5, 0.5),
+        ("cross_entropy", 2, 3, {}, 3 * (1 - LOG2), -3),
         ("dro", 2, 3, {"dro_beta": 0.5}, 3 * (1 - LOG2) + LOG2**2 / 4, -3 + LOG2 / 2),
         ("dro", 2, 0, {"dro_beta": 0.5}, LOG2**2 / 4, LOG2 / 2),
     ],

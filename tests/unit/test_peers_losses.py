@@ -234,9 +234,17 @@ def test_verl_mismatch_metrics(verl, case):
 
 def test_every_advantage_and_loss_is_compared_with_a_peer():
     """A new algorithm fails here until it is compared above."""
-    assert set(GROUP_ADVANTAGES) == {"grpo", "dr_grpo", "rloo", "opo", "reinforce++-baseline", "maxrl"}
+    assert set(GROUP_ADVANTAGES) == {
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "opo",
+        "reinforce++-baseline",
+        "maxrl",
+        "best",
+    }
     assert set(COMPONENT_ADVANTAGES) == {"gdpo"}
     of_verl = {"clip", "dual_clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "gmpo", "dro"}
-    assert set(POLICY_LOSSES) == of_verl | {"dppo", "dppo_kl", "vespo"}  # vespo: test_peers_trl.py
+    assert set(POLICY_LOSSES) == of_verl | {"dppo", "dppo_kl", "vespo", "cross_entropy"}
     assert set(AGGREGATIONS) == set(VERL_AGGREGATION)
     assert set(KL_ESTIMATORS) == {"k1", "k2", "k3"}

@@ -93,7 +93,13 @@ def trl_sft(trl: SimpleNamespace, model: Any, ids: Tensor, mask: Tensor) -> Tens
 
 
 def trl_dpo(
-    trl: SimpleNamespace, model: Any, ids: Tensor, mask: Tensor, ref: Tensor, beta: float
+    trl: SimpleNamespace,
+    model: Any,
+    ids: Tensor,
+    mask: Tensor,
+    ref: Tensor,
+    beta: float,
+    loss_type: str = "sigmoid",
 ) -> tuple[Tensor, dict[str, list[float]]]:
     """DPOTrainer's loss and metrics. All chosen rows stand before all rejected ones."""
     trainer = trainer_of(
@@ -102,7 +108,7 @@ def trl_dpo(
         ld_alpha=None,
         precompute_ref_logps=True,
         f_divergence_type="reverse_kl",
-        loss_types=["sigmoid"],
+        loss_types=[loss_type],
         loss_weights=[1.0],
         use_weighting=False,
     )
@@ -153,8 +159,8 @@ def test_sft_equals_trl(trl: SimpleNamespace, case: Case) -> None:
     assert float(sums["loss/policy"]) == float(loss)
 
 
-@pytest.mark.parametrize("beta", [0.1, 1.0])
-def test_dpo_equals_trl(trl: SimpleNamespace, case: Case, beta: float) -> None:
+@pytest.mark.parametrize(("name", "beta"), [("dpo", 0.1), ("dpo", 1.0), ("ipo", 0.1), ("ipo", 0.5)])
+def test_dpo_and_ipo_equal_trl(trl: SimpleNamespace, case: Case, name: str, beta: float) -> None:
     leaf, ours = case.policy.clone().requires_grad_(), case.policy[case.mask].requires_grad_()
     order = torch.cat([torch.arange(0, len(case.mask), 2), torch.arange(1, len(case.mask), 2)])
     mask = with_prompt(case.mask)[order]
@@ -162,8 +168,9 @@ def test_dpo_equals_trl(trl: SimpleNamespace, case: Case, beta: float) -> None:
     ids = torch.zeros_like(mask, dtype=torch.int64)
     ref = (case.ref * case.mask).sum(dim=1)[order]
     model = lambda **_: outputs_of(leaf[order], case.mask[order])  # noqa: E731
-    theirs, logged = trl_dpo(trl, model, ids, mask, ref, beta)
-    config = settings(algorithm={"name": "dpo", "beta": beta})
+    loss_type = {"dpo": "sigmoid", "ipo": "ipo"}[name]
+    theirs, logged = trl_dpo(trl, model, ids, mask, ref, beta, loss_type)
+    config = settings(algorithm={"name": name, "beta": beta})
     x = loss_inputs(micro_batch(case, config), ours, torch.zeros_like(ours), case.ref[case.mask])
     loss, sums = make_algorithm(config).loss(x)
     # In float32, sums of hundreds of logprobs are rounded to 1e-5, and both sum in another order.

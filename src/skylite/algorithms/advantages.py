@@ -62,6 +62,12 @@ def maxrl(rewards: Tensor, lengths: Tensor) -> Tensor:
     return _centred(rewards) / (rewards.mean(dim=1, keepdim=True) + EPS)
 
 
+def best(rewards: Tensor, lengths: Tensor) -> Tensor:
+    """1 for the best of the group, 0 for the others; equal ones share it (RAFT, arXiv 2304.06767)."""
+    is_best = (rewards == rewards.amax(dim=1, keepdim=True)) & ~zero_std_groups(rewards)[:, None]
+    return is_best / is_best.sum(dim=1, keepdim=True).clamp(min=1)
+
+
 def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
     """r - length-weighted mean of the group, the baseline of least variance (OPO, arXiv 2505.23585)."""
     baseline = (lengths * rewards).sum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True)
@@ -131,6 +137,7 @@ GROUP_ADVANTAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rloo": rloo,
     "maxrl": maxrl,
     "opo": opo,
+    "best": best,
     "reinforce++-baseline": reinforce_plus_plus_baseline,
 }
 """(rewards [N, G], lengths [N, G] in tokens) -> advantages [N, G].

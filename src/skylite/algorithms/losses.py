@@ -133,6 +133,11 @@ def dppo(x: LossInputs, config: AlgorithmConfig) -> Tensor:
     return -torch.exp(log_ratio) * x.advantages * inside + config.dppo_penalty * log_ratio.square()
 
 
+def cross_entropy(x: LossInputs, config: AlgorithmConfig) -> Tensor:
+    """-A log policy."""
+    return token_losses.cross_entropy(x.policy_logprobs, {"weights": x.advantages}, {})
+
+
 def dro(x: LossInputs, config: AlgorithmConfig) -> Tensor:
     """-(A log policy - beta / 2 (log ratio)^2), the ratio to the sampler (DRO; the service's loss `dro`)."""
     assert x.sampling_logprobs is not None
@@ -177,6 +182,7 @@ POLICY_LOSSES: dict[str, Callable[[LossInputs, AlgorithmConfig], Tensor]] = {
     "dppo": dppo,
     "dppo_kl": dppo,
     "dro": dro,
+    "cross_entropy": cross_entropy,
     "gmpo": gmpo,
     "vespo": vespo,
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from skylite.algorithms.advantages import Components, gae, token_returns, zero_std_groups
+from skylite.algorithms.advantages import Components, best, gae, token_returns, zero_std_groups
 from skylite.algorithms.importance import importance_weights, off_policy
 from skylite.algorithms.interface import Algorithm, KeepTogether
 from skylite.algorithms.kl import KL_ESTIMATORS
@@ -99,7 +99,9 @@ class PolicyGradient(Algorithm):
         return bool(self.config.limits) or asks_for_components(self.config.advantage)
 
     def keep(self, rewards: Tensor, truncated: Tensor) -> Tensor:
-        """Only this drops zero-std groups and truncated trajectories."""
+        """Only this drops zero-std groups and truncated trajectories, and for raft all but the best."""
+        if self.config.advantage == "best":
+            return (best(rewards, rewards) > 0) & ~(truncated & self.config.mask_truncated)
         dropped = zero_std_groups(rewards)[:, None] & (self.config.zero_std_groups != "keep")
         return ~dropped & ~(truncated & self.config.mask_truncated)
 
@@ -164,7 +166,7 @@ class PolicyGradient(Algorithm):
         assert x.entropies is not None
         assert x.size is not None
         settings = self.importance
-        if config.compares_with_sampler:  # the loss corrects for the sampler itself
+        if config.is_unweighted:
             settings = settings.model_copy(update={"mode": "none"})
         importance, sums = importance_weights(
             x.old_logprobs, x.sampling_logprobs, x.segments, x.num_segments, settings

@@ -23,13 +23,14 @@ Advantage = Literal[
     "reinforce++-baseline",
     "maxrl",
     "opo",
+    "best",
     "pass_at_k",
     "gdpo",
     "gae",
 ]
 PolicyLoss = Literal[
     "clip", "dual_clip", "gspo", "cispo", "sapo", "clip_cov", "kl_cov", "dppo", "dppo_kl", "dro", "gmpo",
-    "vespo",
+    "vespo", "cross_entropy",
 ]  # fmt: skip
 ComponentAdvantage = Literal["grpo", "dr_grpo", "rloo"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed-length"]
@@ -103,13 +104,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sdft": {"teacher": "ema", "teacher_update_rate": 0.01},
     # arXiv 2601.20802: an average that takes 5 %, shown a successful completion of the same group.
     "sdpo": {"teacher": "ema", "teacher_update_rate": 0.05, "teacher_sees_success": True},
+    # arXiv 2304.06767: the mean negative log-likelihood of the best completion of each group.
+    "raft": {"advantage": "best", "policy_loss": "cross_entropy"},
+    # arXiv 2402.04792: DPO's loss for the best completion of each group against the worst.
+    "online_dpo": {},
     # The mean negative log-likelihood of the assistant's tokens of prepared chats. No engine samples.
     "sft": {},
     # arXiv 2305.18290: the chosen reply of a prepared pair against the rejected one. No engine samples.
     "dpo": {},
+    # arXiv 2310.12036: a squared loss, which has a minimum, for the same pairs.
+    "ipo": {"preference_loss": "ipo"},
 }
 Source = Literal["rollouts", "chats", "pairs"]
-SOURCES: dict[str, Source] = {"sft": "chats", "dpo": "pairs"}
+SOURCES: dict[str, Source] = {"sft": "chats", "dpo": "pairs", "ipo": "pairs"}
 """Algorithm -> what its examples come from, if that is prepared data."""
 DISTILLATIONS = ("opd", "opsd", "sdft", "sdpo")
 """Algorithms in which a teacher scores the sampled tokens (algorithms/distillation.py)."""
@@ -158,7 +165,7 @@ class AlgorithmConfig(Section):
     name: str = "grpo"
     """Preset that fills in the other fields of this section: grpo, bnpo, dr_grpo, dapo, gspo, luspo, gmpo,
     vespo, dppo, dro, cispo, sapo, rloo, reinforce++, reinforce++-baseline, maxrl, opo, pass_at_k, gdpo, ppo,
-    clip_cov, kl_cov, opd, opsd, sdft, sdpo, sft or dpo."""
+    clip_cov, kl_cov, opd, opsd, sdft, sdpo, raft, online_dpo, sft, dpo or ipo."""
     advantage: Advantage | str = "grpo"
     """Formula that turns rewards into advantages (algorithms/advantages.py), or your own as FILE.py:function.
     gae needs a critic."""
@@ -211,7 +218,10 @@ class AlgorithmConfig(Section):
     vespo_lambda_neg: float = Field(2.0, gt=0)
     """VESPO's decay for negative advantages."""
     beta: float = Field(0.1, gt=0)
-    """DPO's factor on log(policy / reference): the higher, the closer the policy stays to its reference."""
+    """DPO's factor on log(policy / reference): the higher, the closer the policy stays to its reference. IPO:
+    1 / (2 beta) is the difference that it aims at."""
+    preference_loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    """Loss of a pair, for dpo, ipo and online_dpo. sigmoid: DPO's."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token. Used by the advantages reinforce++ and gae."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
@@ -303,12 +313,22 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def check_prepared_data(self) -> Self:
         fields = type(self).model_fields
-        of_rollouts = fields.keys() - {"name", "beta", "kl_ref", "updates_per_step"}
-        changed = [name for name in sorted(of_rollouts) if getattr(self, name) != fields[name].default]
-        if self.source != "rollouts" and changed:
+        others = fields.keys() - {"name", "beta", "kl_ref", "updates_per_step"}
+        if self.is_preference:
+            others -= {"preference_loss"}
+        if self.name == "online_dpo":
+            others -= {"zero_std_groups", "max_resample_rounds", "overlong_buffer_frac"}
+        elif self.source == "rollouts":
+            others &= {"preference_loss"}
+        changed = [name for name in sorted(others) if getattr(self, name) != fields[name].default]
+        if changed:
+            learns = {
+                "online_dpo": "compares the best of a group with the worst",
+                "sft": "learns from prepared chats",
+            }.get(self.name, f"learns from {'prepared ' * (self.source == 'pairs')}{self.source}")
             raise ValueError(
                 f"algorithm.{changed[0]}={getattr(self, changed[0])} has no effect with "
-                f"algorithm.name={self.name}, which learns from prepared {self.source}; leave it out."
+                f"algorithm.name={self.name}, which {learns}; leave it out."
             )
         return self
 
@@ -465,9 +485,14 @@ class AlgorithmConfig(Section):
         return self.advantage == "gae"
 
     @property
-    def compares_with_sampler(self) -> bool:
-        """Whether the policy loss has the ratio to the sampler, so that importance weights do not count."""
-        return self.policy_loss in ("dppo", "dppo_kl", "dro", "vespo")
+    def is_preference(self) -> bool:
+        """Whether it compares pairs."""
+        return self.name in ("dpo", "ipo", "online_dpo")
+
+    @property
+    def is_unweighted(self) -> bool:
+        """Whether importance weights do not count: the loss has the ratio to the sampler, or none."""
+        return self.policy_loss in ("dppo", "dppo_kl", "dro", "vespo", "cross_entropy") or self.is_preference
 
     @property
     def pulls_to_sampler(self) -> bool:
@@ -484,7 +509,7 @@ class AlgorithmConfig(Section):
     @property
     def uses_ref(self) -> bool:
         """Whether the loss needs the reference policy: for a KL, or for DPO."""
-        return self.kl_coef > 0 or self.name == "dpo"
+        return self.kl_coef > 0 or self.is_preference
 
     @property
     def kl_in_reward(self) -> bool:

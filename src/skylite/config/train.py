@@ -253,11 +253,11 @@ class TrainConfig(Section):
         changed = [
             n for n in ("mode", "level", "cap", "floor") if getattr(self.importance, n) != fields[n].default
         ]
-        if changed and self.algorithm.compares_with_sampler:
+        if changed and self.algorithm.is_unweighted and self.source.name != "offline":
             raise ValueError(
                 f"importance.{changed[0]}={getattr(self.importance, changed[0])} has no effect with "
-                f"algorithm.policy_loss={self.algorithm.policy_loss}, whose ratio is that to the sampler; "
-                "leave it out."
+                f"algorithm.name={self.algorithm.name}, policy_loss={self.algorithm.policy_loss}, which no "
+                "importance weight multiplies; leave it out."
             )
         return self
 

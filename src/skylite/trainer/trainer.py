@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from skylite.adapters.manifest import Canary
 from skylite.algorithms.distillation import OnPolicyDistillation
-from skylite.algorithms.dpo import DirectPreferenceOptimization
+from skylite.algorithms.dpo import DirectPreferenceOptimization, OnlineDPO
 from skylite.algorithms.interface import Algorithm
 from skylite.algorithms.losses import value_loss
 from skylite.algorithms.policy_gradient import PolicyGradient
@@ -45,8 +45,9 @@ def make_algorithm(config: TrainConfig, learned: Mapping[str, float] = MappingPr
     algorithm = config.algorithm
     if algorithm.name == "sft":
         return SupervisedFineTuning(algorithm.updates_per_step)
-    if algorithm.name == "dpo":
-        return DirectPreferenceOptimization(algorithm.beta, algorithm.updates_per_step)
+    if algorithm.is_preference:
+        kind = OnlineDPO if algorithm.name == "online_dpo" else DirectPreferenceOptimization
+        return kind(algorithm.beta, algorithm.updates_per_step, algorithm.preference_loss == "ipo")
     if algorithm.uses_teacher:
         return OnPolicyDistillation(algorithm, config.importance, learned)
     return PolicyGradient(algorithm, config.importance, learned)
