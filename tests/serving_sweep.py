@@ -2,6 +2,7 @@
 
     python -m tests.serving_sweep                    every mixture of experts, and the families in OTHERS
     python -m tests.serving_sweep gpt_oss gemma4     only these, in place of their old results
+    python -m tests.serving_sweep - < QUESTIONS      engine_side of each [model, adapters, dtype, kinds]
 
 Each family is compared with the trainer: log-probabilities of the base, and of an adapter on each kind of
 module alone, because vLLM ignores matrices whose names lead to no module of its own. Takes ten minutes: vLLM
@@ -18,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,7 +319,7 @@ def write_table(families: Iterable[CpuFamily]) -> None:
 
 
 def main(names: Sequence[str]) -> None:
-    """Sweep the named families, or all, and write the table after each."""
+    """Sweep the named families, or all, and write the table after each; or answer the questions in stdin."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
     plain = engine_spec(Path(__file__).parent / "unit" / "plain_model", "float32", ["q_proj"])
     os.environ |= {n: v for n, v in VllmLauncher().environment(plain).items() if n != "LD_PRELOAD"}
@@ -326,6 +328,11 @@ def main(names: Sequence[str]) -> None:
 
     import tests.cases  # noqa: F401 as above
 
+    if names == ["-"]:
+        for model, adapters, dtype, kinds in json.load(sys.stdin):
+            work = partial(engine_side, Path(model), Path(adapters), dtype, kinds)
+            print(json.dumps(ask(work, "ends with the tiny model")), flush=True)
+        return
     done = dict(read_cpu_families()) if TABLE.exists() else {}
     for family in swept_families():
         if names and family.name not in names:
