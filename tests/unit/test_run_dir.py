@@ -36,6 +36,7 @@ def test_every_path_of_a_run() -> None:
         "evals": "/r/evals", "rejected_steps": "/r/rejected_steps", "warm_start": "/r/warm_start",
         "default_adapters": "/r/adapters",
         "machine_path": "/r/machine.json", "loggers": "/r/loggers", "exports": "/r/exports",
+        "teacher": "/r/teacher", "prompt_history_path": "/r/prompt_history.jsonl",
     }  # fmt: skip
     assert str(run.rollout_path(12)) == "/r/rollouts/step-000012.parquet"
     assert str(run.trainer_step_path(0)) == "/r/trainer_steps/step-000000.json"

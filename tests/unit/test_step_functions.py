@@ -21,7 +21,7 @@ from skylite.algorithms.losses import BatchSize
 from skylite.config.train import OptimConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.packing import PackedTokens
-from skylite.model.policy import POLICY
+from skylite.model.policy import POLICY, REF
 from skylite.model.process_group import Dist
 from skylite.trainer import precompute as precompute_module
 from skylite.trainer import trainer as trainer_module
@@ -91,7 +91,8 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     passes: list[str] = []
 
     @contextmanager
-    def reference_policy(_: Any) -> Iterator[None]:
+    def frozen_policy(_: Any, name: str) -> Iterator[None]:
+        assert name == REF
         passes.append("ref:")
         yield
         passes.append(":ref")
@@ -101,7 +102,7 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         in_ref = passes[-2:-1] == ["ref:"]
         return torch.tensor([-1.5, -1.0] if in_ref else [-1.0, -2.0]), torch.tensor([0.7, 0.8])
 
-    monkeypatch.setattr(precompute_module, "reference_policy", reference_policy)
+    monkeypatch.setattr(precompute_module, "frozen_policy", frozen_policy)
     monkeypatch.setattr(precompute_module, "score", score)
     return passes
 
