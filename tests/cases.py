@@ -41,6 +41,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "opd": {"name": "opd", "reward_weight": 0.5, "distill_coef": 0.3},
     "dapo": {"name": "dapo", "zero_std_groups": "drop", "mask_truncated": True},
     "grpo paper": {"aggregation": "seq-mean-token-mean", "kl_coef": 0.1, "kl_estimator": "k1"},
+    # The paper's 2 to 3 leave nothing of episodes that this policy did not sample.
+    "vespo": {
+        "name": "vespo",
+        **{"vespo_k_pos": 0.2, "vespo_k_neg": 0.3, "vespo_lambda_pos": 0.3, "vespo_lambda_neg": 0.2},
+    },
     "dual_clip": {"policy_loss": "dual_clip", "dual_clip": 1.5},
     "clip_cov": {"name": "clip_cov", "cov_frac": 1.0, "clip_cov_low": 0.05},
     "kl_cov": {"name": "kl_cov", "cov_frac": 0.2},
