@@ -61,8 +61,8 @@ class JudgeConfig(Section):
     timeout_s: float = Field(120.0, gt=0)
     """Seconds for one reply."""
     patience_s: float = Field(300.0, ge=0)
-    """Seconds for which a request is repeated after HTTP 429, 5xx or a lost connection. Then the run ends,
-    and a resume goes on from there."""
+    """How many seconds a request is repeated after HTTP 429, 5xx or a lost connection. After that the run
+    ends; --resume continues it."""
 
     @model_validator(mode="after")
     def check_judge(self) -> Self:

@@ -162,7 +162,7 @@ async def sample_steps(session: Session, queues: StepQueues) -> int:
 
 
 def _too_few_prompts(session: Session, step: int) -> str:
-    """Why the run is done before this step; empty if it goes on."""
+    """Why the run ends before this step, or ""."""
     history, config = session.history, session.plan.config
     per_step = config.rollout.prompts_per_step
     if history is None or (active := history.num_active(step)) >= per_step:

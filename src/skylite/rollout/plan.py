@@ -147,8 +147,7 @@ def plan_run(
     notes = notes_of(
         *notes,
         *(data_note(config, info, len(train)), filter_note, held_out_note(held_out)),
-        *template_notes(config.data),
-        clock_note(template),
+        *(*template_notes(config.data), clock_note(template)),
         *prompt_notes,
         *scored.notes,
         *adapter_notes,
