@@ -113,6 +113,8 @@ class Call:
     """Of the prompt."""
     teacher_prompt_token_ids: list[int] = field(default_factory=list)
     """What a teacher reads in place of the prompt. Empty: it has no prompt of its own."""
+    teacher_logprobs: list[float] = field(default_factory=list)
+    """[C] in nats, of a teacher on a server. Empty: none scored the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +184,10 @@ class Group:
         return all(map(is_number, rewards)) and len(set(array("f", rewards))) == 1
 
 
+TEACHER_LOGPROBS = "teacher_logprobs"
+"""Among the extras of an example: float32 logprobs of a teacher on a server, 0 for context."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingExample:
     """What the trainer learns from: the tokens of one call, or of a prepared chat or reply.
@@ -214,7 +220,7 @@ class TrainingExample:
     teacher_prompt: IntArray | None = None
     """What a teacher reads before the completion, in place of the context. None: nothing of its own."""
     extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Other values of the tokens [L], such as logprobs of a teacher."""
+    """Other values of the tokens [L], such as TEACHER_LOGPROBS."""
     images: tuple[ImageTokens, ...] = ()
     """Of the context."""
 

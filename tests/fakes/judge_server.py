@@ -8,8 +8,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.fakes.http_stub import Answer, serving
 
 COMPLETION = re.compile(r"<completion-(\d+)-([0-9a-f]{12})>\n(.*?)\n</completion-\1-\2>", re.DOTALL)
 Script = Callable[[str, int], str | tuple[int, dict[str, str], str]]
@@ -75,29 +76,9 @@ def judge_server(script: Script) -> Iterator[JudgeStub]:
     """Serve it until the block ends."""
     stub = JudgeStub(script)
 
-    class Answer(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert self.path == "/v1/chat/completions"
-            status, headers, text = stub.answer(body, {k.lower(): v for k, v in self.headers.items()})
-            data = text.encode()
-            self.send_response(status)
-            for name, value in (headers | {"Content-Length": str(len(data))}).items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(path: str, body: Any, headers: dict[str, str]) -> Answer:
+        assert path == "/v1/chat/completions"
+        return stub.answer(body, headers)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    server.daemon_threads = True
-    stub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with serving(answer) as stub.url:
         yield stub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -148,6 +148,7 @@ def run_of(
     scorer: Scorer | None = None,
     resumed: bool = False,
     data: Mapping[str, Any] = MappingProxyType({}),
+    teacher: Any = None,
 ) -> tuple[RunDir, FakeEngine, str]:
     """Run a simulated run to its end. Returns its folder, engine and log."""
     plan = plan_of(root, staleness, num_steps, eval_every, first_step, resumed or first_step > 1, data)
@@ -156,6 +157,7 @@ def run_of(
         plan=plan,
         engines=EnginePool([engine], 0.002),  # type: ignore[list-item]
         source=SingleTurn(plan.config, NUMBERS, scorer or Half()),
+        teacher=teacher,
         history=prompt_history(plan),
         progress=Progress(plan.run, num_steps, Screen(num_steps, Console(file=io.StringIO())), dict),
         limit=limit,

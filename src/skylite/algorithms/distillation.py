@@ -23,7 +23,11 @@ class OnPolicyDistillation(PolicyGradient):
 
     @property
     def needs_teacher(self) -> bool:
-        return True
+        return not self.has_teacher_server
+
+    @property
+    def has_teacher_server(self) -> bool:
+        return self.config.teacher_url is not None
 
     @property
     def shows_teacher_more(self) -> bool:

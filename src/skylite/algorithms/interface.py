@@ -49,7 +49,12 @@ class Algorithm:
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the loss needs the teacher's logprobs."""
+        """Whether the loss needs logprobs that the trainer's teacher computes."""
+        return False
+
+    @property
+    def has_teacher_server(self) -> bool:
+        """Whether the loss needs the logprobs of a teacher that the examples have with them."""
         return False
 
     @property

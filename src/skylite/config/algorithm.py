@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from skylite.config.base_section import Section
+from skylite.config.judge import is_server
 from skylite.config.lora import check_modules
 from skylite.user_functions import is_program
 
@@ -126,6 +127,8 @@ BASE_TEACHER, AVERAGE = "base", "ema"
 """Values of algorithm.teacher that are not folders."""
 OF_TEACHERS = [
     "teacher",
+    "teacher_model",
+    "teacher_key_env",
     "teacher_update_rate",
     "teacher_column",
     "teacher_sees_success",
@@ -145,6 +148,11 @@ OF_REWARDS = [
     "at_least",
 ]
 """Settings of what rewards become."""
+
+
+def is_url(teacher: str) -> bool:
+    """Whether algorithm.teacher is, or shall be, the address of a server."""
+    return teacher.startswith(("http:", "https:"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +272,12 @@ class AlgorithmConfig(Section):
     teacher: str = BASE_TEACHER
     """Who scores the sampled tokens in opd, opsd, sdft and sdpo. base: the model without an adapter. ema: an
     average of the policy's own adapters. Else the folder of an adapter on the same base, of this run's
-    modules or others."""
+    modules or others; or the URL of a vLLM server whose model has the same tokenizer, such as
+    http://127.0.0.1:8001."""
+    teacher_model: str = ""
+    """Name of the teacher on its server. Empty: its only model."""
+    teacher_key_env: str = ""
+    """Environment variable with the API key of the teacher's server. Empty: it asks for none."""
     teacher_update_rate: float = Field(0.05, gt=0, le=1)
     """teacher=ema: share of the policy that each step adds to the average."""
     teacher_column: str | None = None
@@ -299,6 +312,16 @@ class AlgorithmConfig(Section):
         if name not in PRESETS:
             raise ValueError(f'"{name}" is not an algorithm; choose one of {", ".join(PRESETS)}.')
         return name
+
+    @field_validator("teacher")
+    @classmethod
+    def check_teacher_url(cls, teacher: str) -> str:
+        if is_url(teacher) and not is_server(teacher):
+            raise ValueError(
+                f"{teacher} is not the address of a server; write it like http://127.0.0.1:8001 (a key "
+                "belongs into the variable of algorithm.teacher_key_env)."
+            )
+        return teacher
 
     @field_validator("advantage", mode="before")
     @classmethod
@@ -370,6 +393,9 @@ class AlgorithmConfig(Section):
             names, why = OF_TEACHERS, f"algorithm.name={self.name}, which has no teacher"
         elif not self.learns_from_rewards:
             names, why = OF_REWARDS, "algorithm.reward_weight=0, which leaves the reward out"
+        if self.uses_teacher and not self.teacher_url and (self.teacher_model or self.teacher_key_env):
+            names = ["teacher_model", "teacher_key_env"]
+            why = f"algorithm.teacher={self.teacher}, which is not a server"
         changed = [name for name in names if getattr(self, name) != fields[name].default]
         if changed:
             raise ValueError(
@@ -421,7 +447,13 @@ class AlgorithmConfig(Section):
     @property
     def teacher_folder(self) -> str | None:
         """The folder of the teacher's adapter, if it has one of its own."""
-        return self.teacher if self.uses_teacher and self.teacher not in (BASE_TEACHER, AVERAGE) else None
+        is_here = self.teacher in (BASE_TEACHER, AVERAGE) or is_url(self.teacher)
+        return self.teacher if self.uses_teacher and not is_here else None
+
+    @property
+    def teacher_url(self) -> str | None:
+        """The address of the teacher's server, if it is on one."""
+        return self.teacher if self.uses_teacher and is_url(self.teacher) else None
 
     @property
     def shows_teacher_more(self) -> bool:

@@ -20,6 +20,14 @@ OTHER_TOKENS = 1024
 DEFAULT_RUBRIC = "Is the completion right, complete and clear as a reply to the task?"
 
 
+def is_server(url: str) -> bool:
+    """Whether it is the address of a server, without a secret in it."""
+    parts = urlsplit(url)
+    return bool(
+        parts.scheme in ("http", "https") and parts.hostname and not parts.username and not parts.query
+    )
+
+
 class JudgeConfig(Section):
     """The reward `judge`, which asks a model."""
 
@@ -73,8 +81,7 @@ class JudgeConfig(Section):
                     "leave out reward.judge.model, api_key_env and extra_body."
                 )
             return self._check_votes()
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
+        if not is_server(self.url):
             raise ValueError(
                 f"reward.judge.url={self.url} is not the address of a judge; write it like "
                 "https://api.openai.com/v1 (a key belongs into the variable of reward.judge.api_key_env), or "

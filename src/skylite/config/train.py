@@ -437,6 +437,12 @@ class TrainConfig(Section):
                 "show it more (algorithm.teacher_column), name the folder of an adapter, start from one "
                 "(lora.from_adapter), or add a reward (algorithm.reward_weight)."
             )
+        if algorithm.teacher_url and self.rollout.temperature != 1:
+            raise ValueError(
+                f"rollout.temperature={self.rollout.temperature:g} changes the policy's probabilities, and "
+                f"the server {algorithm.teacher} gives those of its model at temperature 1; use "
+                "rollout.temperature=1."
+            )
         if algorithm.shows_teacher_more and self.env.episode:
             raise ValueError(
                 f"env.episode={self.env.episode} makes the prompts of its turns itself, so the teacher of "

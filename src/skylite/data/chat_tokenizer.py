@@ -194,6 +194,15 @@ class ChatTokenizer:
         """Token ids of plain texts, without special tokens. Raises ModelError."""
         return self._token_ids(list(self.run([{"text": text} for text in texts])))
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, with special tokens. Raises ModelError."""
+        return str(self._values(list(self.run([{"text_of": list(token_ids)}])), "text")[0])
+
+    def vocabulary(self) -> tuple[int, list[str]]:
+        """The number of token ids, and the texts of special and other added tokens. Raises ModelError."""
+        result = list(self.run([{"vocabulary": None}]))
+        return int(self._values(result, "size")[0]), list(map(str, self._values(result, "special")[0]))
+
     def prompt_end(self, chat: Chat) -> str:
         """The last characters of a rendered prompt, before which a completion begins. Raises ModelError."""
         return str(self._values(list(self.run([self._job(chat) | {"end": True}])), "end")[0])

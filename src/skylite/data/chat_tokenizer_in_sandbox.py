@@ -10,6 +10,8 @@ This process alone imports transformers. It gets jobs. One that fails gives {"er
     {the same, "learned": indices of replies}     {"calls": [[prompt ids, reply ids], ...]}, a reply as the
                                                   model would sample it: with its end-of-turn token
     {"text": a text}                              {"ids": its token ids, without special tokens}
+    {"text_of": token ids}                        {"text": as the tokenizer alone decodes them}
+    {"vocabulary": null}                          {"size": number of token ids, "special": texts}
     {"decode": token ids}                         {"text": text with special tokens, of decode_reply}
     {"facts": arguments of the template}          {"template", "stops": texts, "eos_token_id",
                                                   "hides_thinking"}, if it renders a question; null: anyway
@@ -121,6 +123,11 @@ def _attempt(tokenizer: Any, stops: list[str], job: Job) -> Job:
             return {"text": decode_reply(tokenizer, job["decode"])}
         if "text" in job:
             return {"ids": tokenizer.encode(job["text"], add_special_tokens=False)}
+        if "text_of" in job:
+            return {"text": str(tokenizer.decode(job["text_of"]))}
+        if "vocabulary" in job:
+            added = tokenizer.added_tokens_decoder
+            return {"size": len(tokenizer), "special": [str(added[i].content) for i in sorted(added)]}
         if "learned" in job:
             return {"calls": [_call(tokenizer, stops, job, index) for index in job["learned"]]}
         if "reply" in job and (tail := _tail(tokenizer, stops, job)) is not None:

@@ -115,7 +115,7 @@ class Judge:
 
     def step_metrics(self, step: int) -> dict[str, float]:
         """The metrics of a step, which are then forgotten. Requests of evaluations are not counted."""
-        repeated, self.server.repeated = self.server.repeated, 0
+        repeated = self.server.take_repeated()
         return {**self._counts.pop(step, JudgeCounts()).metrics(), "judge/repeated": float(repeated)}
 
     async def judged(self, group: Group, request: GroupRequest, index: int) -> Group | None:

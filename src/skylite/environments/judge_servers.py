@@ -7,29 +7,18 @@ Unblocks: judge.py, which reads the points.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
-from time import time
 from typing import Any, NamedTuple, Protocol
-
-import httpx
 
 from skylite.config.judge import JudgeConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
-from skylite.engine.connections import Address, Connections
+from skylite.engine.connections import Address
 from skylite.engine.interface import BASE_NAME, Sampling
+from skylite.environments.patient_client import Patience, PatientClient, api_key
 from skylite.environments.source import Sampler
-from skylite.errors import ConfigError, EngineFailed, RunFailed
+from skylite.errors import RunFailed
 from skylite.types import Message, Prompt
-from skylite.untrusted_text import plain
-
-BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Waits between attempts, the last one from then on."""
-REPEATED = (408, 409, 425, 429, 500, 502, 503, 504, 529)
-"""HTTP status codes after which the same request may succeed later."""
 
 
 class Reply(NamedTuple):
@@ -43,8 +32,8 @@ class Reply(NamedTuple):
 class JudgeServer(Protocol):
     """Something that answers questions."""
 
-    repeated: int
-    """Requests so far that were sent again."""
+    def take_repeated(self) -> int:
+        """Requests that were sent again since the last call."""
 
     async def ask(self, messages: Sequence[Message], seed: int, engine: Sampler | None) -> Reply:
         """The reply. `engine`: of the run, for its base. Raises RunFailed if there is none for long."""
@@ -60,19 +49,25 @@ class HttpJudge:
         self, settings: JudgeConfig, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
         """Raises ConfigError if the variable with the key is not set. `sleep`: tests replace it."""
-        self.repeated = 0
-        self._settings, self._sleep = settings, sleep
-        self._connections = Connections(
-            f"the judge {settings.name}",
-            Address(settings.api_root, api_key(settings)),
-            settings.max_concurrent,
+        name = f"judge {settings.name}"
+        how = Patience(
+            name=name,
+            max_concurrent=settings.max_concurrent,
+            timeout_s=settings.timeout_s,
+            patience_s=settings.patience_s,
+            requests_per_minute=settings.requests_per_minute,
+            if_silent="Start it, or raise reward.judge.patience_s. A resume asks nothing again that it has "
+            "answered.",
+            if_refused="Correct reward.judge.url, model, api_key_env or extra_body.",
         )
-        self._slots = asyncio.Semaphore(settings.max_concurrent)
-        self._not_before = 0.0
-        """When the next request may begin, by the loop's clock."""
+        key = api_key("reward.judge.api_key_env", settings.api_key_env, name)
+        self._settings, self._client = settings, PatientClient(Address(settings.api_root, key), how, sleep)
+
+    def take_repeated(self) -> int:
+        return self._client.take_repeated()
 
     async def aclose(self) -> None:
-        await self._connections.aclose()
+        await self._client.aclose()
 
     async def ask(self, messages: Sequence[Message], seed: int, engine: Sampler | None) -> Reply:
         settings, extra = self._settings, self._settings.extra_body
@@ -84,89 +79,13 @@ class HttpJudge:
             **limit,
             **extra,
         }
-        return await self._until_answered(body)
-
-    async def _until_answered(self, body: dict[str, Any]) -> Reply:
-        began = _now()
-        for attempt in itertools.count():
-            async with self._slots:
-                await self._turn()
-                reply, problem, after_s = await self._post(body)
-            if reply is not None:
-                return reply
-            wait_s = max(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)], after_s)
-            if _now() + wait_s > began + self._settings.patience_s:
-                raise RunFailed(
-                    f"The judge {self._settings.name} gave no answer in {attempt + 1} attempts: {problem}",
-                    "Start it, or raise reward.judge.patience_s. A resume asks nothing again that it has "
-                    "answered.",
-                )
-            self.repeated += 1
-            if after_s:  # the server named a time to everybody
-                self._not_before = max(self._not_before, _now() + wait_s)
-            else:
-                await self._sleep(wait_s)
-        raise AssertionError("unreachable")
-
-    async def _turn(self) -> None:
-        """Wait until a request may begin."""
-        start = max(_now(), self._not_before)
-        rate = self._settings.requests_per_minute
-        self._not_before = start + (60 / rate if rate else 0.0)
-        if (wait_s := start - _now()) > 0:
-            await self._sleep(wait_s)
-
-    async def _post(self, body: dict[str, Any]) -> tuple[Reply | None, str, float]:
-        """The reply; or None, why, and the seconds that the server asks to wait. Raises RunFailed."""
-        try:
-            answer = await self._connections.send_prompt("chat/completions", body, self._settings.timeout_s)
-        except EngineFailed as error:
-            return None, error.what, 0.0
-        if answer.status_code != httpx.codes.OK:
-            text = plain(" ".join(answer.text.split())[:200])
-            problem = f"HTTP {answer.status_code} {text}".rstrip(". ") + "."
-            if answer.status_code not in REPEATED:
-                raise RunFailed(
-                    f"The judge {self._settings.name} refuses the request: {problem}",
-                    "Correct reward.judge.url, model, api_key_env or extra_body.",
-                )
-            return None, problem, _retry_after(answer.headers.get("Retry-After", ""))
-        try:
-            content = answer.json()
-            usage, text = content.get("usage") or {}, content["choices"][0]["message"]["content"] or ""
-            counts = (int(usage.get(f"{part}_tokens") or 0) for part in ("prompt", "completion"))
-            return Reply(str(text), *counts), "", 0.0
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            return None, "it sent no chat completion.", 0.0
+        return await self._client.ask("chat/completions", body, _read_reply, "chat completion")
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-def _retry_after(value: str) -> float:
-    """Seconds, from seconds or a date; 0 if it is neither."""
-    try:
-        return max(
-            0.0,
-            float(value) if value.strip().isdigit() else parsedate_to_datetime(value).timestamp() - time(),
-        )
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
-
-
-def api_key(settings: JudgeConfig) -> str | None:
-    """The key in the variable that the settings name; None if they name none. Raises ConfigError."""
-    if not settings.api_key_env:
-        return None
-    key = os.environ.get(settings.api_key_env, "").strip()
-    if not key:
-        raise ConfigError(
-            f"reward.judge.api_key_env={settings.api_key_env} names a variable that is not set, so the judge "
-            f"{settings.name} would get no key.",
-            f"Export {settings.api_key_env}, or leave the setting out for a judge without keys.",
-        )
-    return key
+def _read_reply(content: Any) -> Reply:
+    usage, text = content.get("usage") or {}, content["choices"][0]["message"]["content"] or ""
+    counts = (int(usage.get(f"{part}_tokens") or 0) for part in ("prompt", "completion"))
+    return Reply(str(text), *counts)
 
 
 @dataclass(slots=True)
@@ -177,7 +96,9 @@ class BaseJudge:
     tokenizer: ChatTokenizer
     limit: int
     """Longest sequence that an engine takes, in tokens."""
-    repeated: int = 0
+
+    def take_repeated(self) -> int:
+        return 0  # the run's engine repeats by itself
 
     async def aclose(self) -> None:
         """The run closes its engines and its tokenizer."""

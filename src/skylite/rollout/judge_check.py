@@ -49,11 +49,17 @@ def check_judge(config: TrainConfig, train: Sequence[Prompt]) -> list[Note]:
     except RunFailed as error:
         raise ConfigError(error.what, error.hint) from None
     answered = f"the judge {settings.name} answered: {points:.2g} of 1 for a reply to {train[0].id}"
-    parts = urlsplit(settings.url)
-    shown = parts.scheme == "http" and parts.hostname not in LOOPBACK
-    texts = "texts and the key" if settings.api_key_env else "texts"
-    unsafe = f"reward.judge.url={settings.url} has no TLS: {texts} are readable on the way"
-    return notes_of(f"{answered}, {tokens} tokens", warning(unsafe) if shown else None)
+    unsafe = readable_by_others("reward.judge.url", settings.url, settings.api_key_env)
+    return notes_of(f"{answered}, {tokens} tokens", unsafe)
+
+
+def readable_by_others(setting: str, url: str, key_env: str) -> Note | None:
+    """A warning if what goes to a server can be read on its way. `key_env`: the variable with its key."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname in LOOPBACK:
+        return None
+    texts = "texts and the key" if key_env else "texts"
+    return warning(f"{setting}={url} has no TLS: {texts} are readable on the way")
 
 
 async def _ask(settings: JudgeConfig, question: Question) -> tuple[float, int]:

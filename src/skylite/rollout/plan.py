@@ -67,7 +67,13 @@ from skylite.resources.gpu_placement import place
 from skylite.rollout.judge_check import check_judge
 from skylite.rollout.prompt_check import without
 from skylite.rollout.sources import ScoredData, Source, source_for
-from skylite.rollout.trusted_programs import allow_algorithm, allow_judge, allow_launcher
+from skylite.rollout.teacher_check import check_teacher_server
+from skylite.rollout.trusted_programs import (
+    allow_algorithm,
+    allow_judge,
+    allow_launcher,
+    allow_teacher,
+)
 from skylite.run.files import sha256_file, write_json
 from skylite.run.own_folders import mark_sync_folder, refuse_live
 from skylite.run.run_dir import RunDir, published_versions
@@ -141,6 +147,7 @@ def plan_run(
     with contextlib.closing(load_tokenizer(model.path, template)) as tokenizer:
         dropped, prompt_notes = source.check_prompts(tokenizer, config, model.path, train, held_out)
         prompt_notes += source.check_completions(scored, info, tokenizer, train)
+        config, teacher_notes = check_teacher_server(config, tokenizer, train)
         train, held_out = without(train, dropped), without(held_out, dropped)
         template = keep_clock(template, tokenizer)
     config, length_note = epochs_to_steps(config, len(train))
@@ -148,7 +155,7 @@ def plan_run(
         *notes,
         *(data_note(config, info, len(train)), filter_note, held_out_note(held_out)),
         *(*template_notes(config.data), clock_note(template)),
-        *prompt_notes,
+        *(*prompt_notes, *teacher_notes),
         *scored.notes,
         *adapter_notes,
         *(length_note, *device_notes),
@@ -218,6 +225,7 @@ def plan_rewards(
     )
     notes = [*scored.notes, *source.check_rewards(scored, info, train)]
     allow_judge(scored.config, provenance)
+    allow_teacher(scored.config, provenance)
     notes += check_judge(scored.config, train)
     programs = scored.programs | allow_algorithm(scored.config, provenance)
     programs |= allow_launcher(scored.config, provenance)

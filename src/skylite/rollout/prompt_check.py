@@ -45,11 +45,8 @@ def check_teacher_prompts(
             f"The prompts have images, and the teacher of algorithm.name={algorithm.name} sees text alone.",
             "Use algorithm.name=opd without algorithm.teacher_column, or prompts without images.",
         )
-    chats = [teacher_chat(p, column_text(p, algorithm.teacher_column), algorithm) for p in train]
-    longest = sorted(chats, key=lambda chat: -sum(len(m["content"].encode()) for m in chat))
-    tokens = max(map(len, tokenizer.encode_chats(longest[:LONGEST_TEACHER_PROMPTS])))
+    needed, context = longest_teacher_sequence(tokenizer, config, train), context_length(model_path)
     completions = 2 if algorithm.teacher_sees_success else 1
-    needed, context = tokens + completions * rollout.max_completion_tokens, context_length(model_path)
     if context is not None and needed > context:
         raise DataError(
             f"The teacher's longest prompt and {completions} completions of "
@@ -57,6 +54,18 @@ def check_teacher_prompts(
             f"{model_path.name} was made for {context:,}.",
             "Shorten the texts of algorithm.teacher_column, or lower rollout.max_completion_tokens.",
         )
+
+
+def longest_teacher_sequence(tokenizer: ChatTokenizer, config: TrainConfig, train: Sequence[Prompt]) -> int:
+    """Tokens of the longest prompt and completion that a teacher reads. Raises DataError."""
+    algorithm = config.algorithm
+    if not algorithm.shows_teacher_more:
+        return config.max_sequence_tokens
+    chats = [teacher_chat(p, column_text(p, algorithm.teacher_column), algorithm) for p in train]
+    longest = sorted(chats, key=lambda chat: -sum(len(m["content"].encode()) for m in chat))
+    tokens = max(map(len, tokenizer.encode_chats(longest[:LONGEST_TEACHER_PROMPTS])))
+    completions = 2 if algorithm.teacher_sees_success else 1
+    return tokens + completions * config.rollout.max_completion_tokens
 
 
 def overlong_prompts(

@@ -45,6 +45,7 @@ from skylite.rollout.trusted_programs import (
     allow_algorithm,
     allow_judge,
     allow_launcher,
+    allow_teacher,
 )
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
 from skylite.run.files import fsync_path
@@ -90,6 +91,7 @@ def plan_resume(
     programs = allow_algorithm(config, provenance)
     programs |= allow_launcher(config, provenance)
     allow_judge(config, provenance)
+    allow_teacher(config, provenance)
     recorded = _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)
@@ -277,6 +279,7 @@ SAFE_CHANGES = (
     "reward.num_workers", "reward.timeout_s", "reward.judge.url", "reward.judge.api_key_env",
     "reward.judge.max_concurrent", "reward.judge.requests_per_minute", "reward.judge.timeout_s",
     "reward.judge.patience_s", "reward.judge.retries", "reward.judge.on_unparsed",
+    "algorithm.teacher_key_env",
     "trainer.step_timeout_s", "trainer.max_restarts",
     "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
     "data.path", "trainer.offload",
@@ -310,6 +313,8 @@ def check_changes(old: TrainConfig, new: TrainConfig) -> None:
     before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
     changed = [key for key in after if before.get(key) != after[key]]
     refused = [key for key in changed if not _is_under(key, (*SAFE_CHANGES, *ROUNDING_CHANGES))]
+    if old.algorithm.teacher_url and new.algorithm.teacher_url and "algorithm.teacher" in refused:
+        refused.remove("algorithm.teacher")  # the same model, by its name and tokenizer, at another address
     if old.optim.schedule != "constant" and "num_steps" in changed:
         refused.append("num_steps")
     if refused:

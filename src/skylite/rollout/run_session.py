@@ -31,6 +31,7 @@ from skylite.engine.watchdog import RestartPolicy, Watchdog
 from skylite.environments.judge import judge_running
 from skylite.environments.offline_source import Offline
 from skylite.environments.source import GroupRequest
+from skylite.environments.teacher_server import teacher_running
 from skylite.errors import (
     OutOfMemory,
     SkyliteError,
@@ -291,6 +292,9 @@ async def _run_in(
     tokenizer = await start_tokenizer(plan, stack)
     progress.event("tokenizer_ready")
     judge = await stack.enter_async_context(judge_running(plan.config, tokenizer, plan.run.logs))
+    teacher = await stack.enter_async_context(
+        teacher_running(plan.config.algorithm, tokenizer, is_new=not plan.resumed)
+    )
     running = source_for(plan.config).running(
         plan.scored, tokenizer, plan.resolved.model.path, plan.run.logs, supervisor, judge
     )
@@ -303,6 +307,7 @@ async def _run_in(
         engines=EnginePool(engines, start.tolerance),
         source=source,
         judge=judge,
+        teacher=teacher,
         history=prompt_history(plan),
         progress=progress,
         limit=limit,

@@ -37,6 +37,9 @@ async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> S
     if (history := session.history) is not None:
         counts["prompts/retired"] = float(len(history.prompts) - history.num_active(step))
         history.record(step, chosen, [*sampled.groups, *sampled.left_out])
+    if session.teacher is not None:
+        taught, of_teacher = await session.teacher.taught(sampled.groups)
+        sampled, counts = replace(sampled, groups=taught), counts | of_teacher
     return replace(sampled, counts=counts)
 
 
@@ -120,7 +123,7 @@ class SampledStep:
     """Groups that are not in `groups`, because an episode failed (env.on_error=drop) or the judge gave no
     points (reward.judge.on_unparsed=drop)."""
     counts: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the judge and of the prompts' history."""
+    """Metrics of the judge, of a teacher's server and of the prompts' history."""
     stored: bool = False
     """Read from the rollout file of an earlier attempt (resumed run)."""
 

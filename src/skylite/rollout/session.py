@@ -19,6 +19,7 @@ from skylite.data.prompt_history import PromptHistory
 from skylite.engine.engine_pool import EnginePool
 from skylite.environments.judge import Judge
 from skylite.environments.source import RolloutSource
+from skylite.environments.teacher_server import TeacherServer
 from skylite.rollout.plan import RunPlan
 from skylite.run.files import append_line
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
@@ -165,6 +166,8 @@ class Session:
     source: RolloutSource
     judge: Judge | None = None
     """The one that `source` asks."""
+    teacher: TeacherServer | None = None
+    """Scores what `source` sampled, if the teacher is on a server."""
     history: PromptHistory | None = None
     """Chooses the prompts, where they depend on earlier steps."""
     progress: Progress

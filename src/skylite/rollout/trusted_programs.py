@@ -147,19 +147,31 @@ def allow_judge(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) -> 
     Raises ConfigError if only a file names the pair.
     """
     judge = config.reward.judge
-    if not config.has_judge or judge.url == BASE:
-        return
-    spec = f"judge {judge.url} {judge.api_key_env}"
-    names = ("reward.judge.url", *(["reward.judge.api_key_env"] if judge.api_key_env else []))
-    file = next(filter(None, map(provenance.file_of, names)), None)
+    if config.has_judge and judge.url != BASE:
+        named = {"reward.judge.url": judge.url, "reward.judge.api_key_env": judge.api_key_env}
+        _allow_server("judge", named, provenance)
+
+
+def allow_teacher(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) -> None:
+    """The same for the server of algorithm.teacher."""
+    algorithm = config.algorithm
+    if algorithm.teacher_url is not None:
+        key = {"algorithm.teacher_key_env": algorithm.teacher_key_env}
+        _allow_server("teacher", {"algorithm.teacher": algorithm.teacher_url, **key}, provenance)
+
+
+def _allow_server(kind: str, settings: Mapping[str, str], provenance: Provenance) -> None:
+    """`settings`: the one with the URL, and the one with the name of the key's variable, or ""."""
+    url, key_env = settings.values()
+    spec = f"{kind} {url} {key_env}"
+    file = next(filter(None, (provenance.file_of(name) for name, value in settings.items() if value)), None)
     if file is None:
         _remember({spec: ""})
     elif spec not in _named():
-        key = f" and the key in {judge.api_key_env}" if judge.api_key_env else ""
-        settings = [f"reward.judge.url={judge.url}", f"reward.judge.api_key_env={judge.api_key_env}"]
-        typed = " ".join(f"--set {shlex.quote(text)}" for text in settings)
+        key = f" and the key in {key_env}" if key_env else ""
+        typed = " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in settings.items())
         raise ConfigError(
-            f"{file} sends prompts, completions{key} to the judge {judge.url}, a server that you have not "
+            f"{file} sends prompts, completions{key} to the {kind} {url}, a server that you have not "
             "named on this machine yourself; nothing was sent.",
             f"If you trust it, name it: {typed}.",
         )

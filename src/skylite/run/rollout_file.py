@@ -14,7 +14,18 @@ import pyarrow.parquet as pq
 from skylite.errors import DataError
 from skylite.run.files import atomic_file
 from skylite.run.parquet_file import read_parquet
-from skylite.types import Call, Group, ImageTokens, IntArray, Message, Prompt, TrainingExample, Trajectory
+from skylite.types import (
+    TEACHER_LOGPROBS,
+    Call,
+    FloatArray,
+    Group,
+    ImageTokens,
+    IntArray,
+    Message,
+    Prompt,
+    TrainingExample,
+    Trajectory,
+)
 
 EXAMPLE_SCHEMA = pa.schema(
     [
@@ -36,6 +47,8 @@ EXAMPLE_SCHEMA = pa.schema(
         ("adapter_version", pa.int32()),
         # What a teacher reads in place of the prompt. No value: it has no prompt of its own.
         ("teacher_prompt", pa.list_(pa.int32())),
+        # Of a teacher on a server: one for each token, 0 for context. No value: none scored the tokens.
+        (TEACHER_LOGPROBS, pa.list_(pa.float32())),
         # Of the prompt: the first of its tokens, their number, and the file, in the group's first row alone.
         (
             "images",
@@ -64,7 +77,7 @@ ROLLOUT_SCHEMA = pa.schema(
 )
 TRAJECTORY_COLUMNS = ("reward", "penalty", "end", "has_turn_rewards")
 """Columns that must be equal in all rows of a trajectory."""
-NULLABLE = ("sampling_logprobs", "teacher_prompt")
+NULLABLE = ("sampling_logprobs", "teacher_prompt", TEACHER_LOGPROBS)
 
 
 def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
@@ -90,7 +103,9 @@ def examples_of(groups: Sequence[Group]) -> list[TrainingExample]:
 def _example(number: int, group: Group, index: int, trajectory: Trajectory, turn: int) -> TrainingExample:
     call = trajectory.calls[turn]
     num_prompt, num_completion = len(call.prompt_token_ids), len(call.completion_token_ids)
-    logprobs = np.array([0.0] * num_prompt + call.sampling_logprobs, dtype=np.float32)
+    before = [0.0] * num_prompt
+    logprobs = np.array(before + call.sampling_logprobs, dtype=np.float32)
+    taught = np.array(before + call.teacher_logprobs, np.float32) if call.teacher_logprobs else None
     return TrainingExample(
         token_ids=np.array(call.prompt_token_ids + call.completion_token_ids, dtype=np.int64),
         weights=np.repeat(np.array([0, 1], dtype=np.float32), [num_prompt, num_completion]),
@@ -105,11 +120,16 @@ def _example(number: int, group: Group, index: int, trajectory: Trajectory, turn
         prompt_id=group.prompt.id,
         images=call.images,
         teacher_prompt=_ids(call.teacher_prompt_token_ids or None),
+        extras=_extras(taught),
     )
 
 
 def _ids(values: Sequence[int] | None) -> IntArray | None:
     return None if values is None else np.array(values, np.int64)
+
+
+def _extras(taught: FloatArray | None) -> dict[str, FloatArray]:
+    return {} if taught is None else {TEACHER_LOGPROBS: taught}
 
 
 def read_examples(path: Path) -> list[TrainingExample]:
@@ -139,8 +159,8 @@ def _place(row: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def _read_example(path: Path, row: dict[str, Any]) -> TrainingExample:
     token_ids, weights = np.array(row["token_ids"], np.int64), np.array(row["weights"], np.float32)
-    logprobs = row["sampling_logprobs"]
-    lengths = {len(token_ids), len(weights), len(token_ids if logprobs is None else logprobs)}
+    logprobs, taught = row["sampling_logprobs"], row[TEACHER_LOGPROBS]
+    lengths = {len(token_ids if x is None else x) for x in (token_ids, weights, logprobs, taught)}
     if len(lengths) != 1 or not len(token_ids) or weights[0] or not weights.any():
         raise _unusable(
             path,
@@ -162,6 +182,7 @@ def _read_example(path: Path, row: dict[str, Any]) -> TrainingExample:
         prompt_id=row["prompt_id"],
         images=_read_images(path, row),
         teacher_prompt=_ids(row["teacher_prompt"] or None),
+        extras=_extras(None if taught is None else np.array(taught, np.float32)),
     )
 
 
@@ -217,6 +238,7 @@ def _example_row(example: TrainingExample) -> dict[str, Any]:
         "is_truncated": example.is_truncated,
         "adapter_version": example.version,
         "teacher_prompt": example.teacher_prompt,
+        TEACHER_LOGPROBS: example.extras.get(TEACHER_LOGPROBS),
         "images": [
             {"start": image.start, "length": image.length, "data": image.data if is_first else b""}
             for image in example.images
@@ -285,6 +307,7 @@ def _call(path: Path, row: dict[str, Any]) -> Call:
         observed=row["observed"],
         images=example.images,
         teacher_prompt_token_ids=row["teacher_prompt"] or [],
+        teacher_logprobs=(row[TEACHER_LOGPROBS] or [])[first:],
     )
 
 

@@ -20,7 +20,7 @@ from skylite.model.packing import NO_TOKENS, PackedTokens, Packing, pack_tokens,
 from skylite.model.policy import Policy
 from skylite.model.prefix_tree import shared_length, tree_size, tree_work
 from skylite.model.process_group import Dist
-from skylite.types import TrainingExample
+from skylite.types import TEACHER_LOGPROBS, FloatArray, TrainingExample
 
 KEY_STRIDE = 1 << 24
 """A token's key is trajectory number * KEY_STRIDE + token index; no trajectory has as many tokens."""
@@ -93,6 +93,8 @@ class MicroBatch:
     """The taught tokens after the teacher's own prompts. None: the teacher reads `tokens`."""
     taught: Tensor | None = None
     """Indices of the tokens that a teacher with prompts of its own scores."""
+    teacher_logprobs: Tensor | None = None
+    """Of a teacher on a server; NaN for tokens that it does not teach."""
     weights: Tensor | None = None
     """`token_weights`, and 0 for tokens that the update leaves out."""
     selected: Tensor | None = None
@@ -253,7 +255,7 @@ def make_micro_batch(
         policy.device,
     )
     teacher_tokens = taught = None
-    if algorithm.shows_teacher_more:
+    if algorithm.shows_teacher_more and algorithm.needs_teacher:
         of_teacher = [e for e in examples if e.teacher_prompt is not None]
         teacher_tokens = pack_tokens(list(map(_for_teacher, of_teacher)), policy.packing, policy.device)
         is_taught = [e.teacher_prompt is not None for e in examples]
@@ -261,10 +263,15 @@ def make_micro_batch(
             [np.flatnonzero(np.repeat(np.array(is_taught, bool), [len(e.scored) for e in examples]))],
             policy.device,
         )
+    teacher_logprobs = None
+    if algorithm.has_teacher_server:
+        scored = [_taught_by_server(e, algorithm) for e in examples]
+        (teacher_logprobs,) = upload([np.concatenate([np.zeros(0, np.float32), *scored])], policy.device)
     return MicroBatch(
         examples=examples,
         teacher_tokens=teacher_tokens,
         taught=taught,
+        teacher_logprobs=teacher_logprobs,
         numbers=numbers,
         tokens=pack_tokens(examples, policy.packing, policy.device, policy.images),
         keys=keys,
@@ -272,6 +279,19 @@ def make_micro_batch(
         size=size,
         sampling_logprobs=logprobs if len(sampled) == len(examples) else None,
     )
+
+
+def _taught_by_server(example: TrainingExample, algorithm: Algorithm) -> FloatArray:
+    """[C] the server's logprobs; NaN if the teacher had nothing to see. Raises DataError without them."""
+    scores = example.extras.get(TEACHER_LOGPROBS)
+    if algorithm.shows_teacher_more and example.teacher_prompt is None:
+        return np.full(len(example.scored), np.nan, np.float32)
+    if scores is None or not np.isfinite(scores).all():
+        raise DataError(
+            f"A completion of prompt {example.prompt_id} has no logprobs of the teacher's server.",
+            "Delete the rollout file; a resumed run samples the step again.",
+        )
+    return scores[example.scored]
 
 
 def _for_teacher(example: TrainingExample) -> TrainingExample:

@@ -203,7 +203,7 @@ class Trainer:
 
     def _teacher_logprobs(self, micro: MicroBatch, sums: MetricSums) -> Tensor | None:
         if not self.algorithm.needs_teacher:
-            return None
+            return micro.teacher_logprobs
         with sums.teacher_timer.running():
             return precompute.teacher_logprobs(self.policy, micro, self.temperature)
 

@@ -1,0 +1,217 @@
+"""A teacher on a server: it scores the sampled tokens, and the rollout file keeps its logprobs.
+
+So a replay or a resumed run does not ask it again for the same step.
+
+Consumes: a step's groups. Waits for: the server. Produces: calls with the teacher's logprobs.
+Unblocks: the step's rollout file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from skylite.config.algorithm import AlgorithmConfig
+from skylite.data.chat_tokenizer import ChatTokenizer
+from skylite.engine.connections import Address
+from skylite.environments.patient_client import Patience, PatientClient, api_key
+from skylite.environments.source import gather_or_cancel
+from skylite.errors import ConfigError, RunFailed
+from skylite.progress_reporting import long_work
+from skylite.types import Call, Group, Trajectory
+from skylite.untrusted_text import plain
+
+MAX_CONCURRENT = 64
+"""Completions that are scored at once."""
+TIMEOUT_S = 1800.0
+"""For one completion: it may queue behind others on a slow server."""
+PATIENCE_S = 300.0
+"""How long a request is repeated. After that the run ends; --resume continues it."""
+LEAST_LOGPROB = -1000.0
+"""Less is vLLM's stand-in for minus infinity, -9999."""
+ROUNDING = 1e-3
+"""A logprob is at most this."""
+VOCABULARY_PART = 4096
+"""Token ids of one request that compares vocabularies."""
+TEXTS = (
+    "The answer is 42, because 6 * 7 = 42.\n\n#### 42",
+    "def f(x):\n    return {'a': [x ** 2, -0.5e-3]}  # comment\n\tif  not x:",
+    "1234567890 3.14159 1,000,000 20%",
+    "Où est l'élève? Größe, mañana, żółć",
+    "日本語のテキスト。中文,한국어 и русский, عربى",
+    "🙂👩‍🚀 ∑∫√ \u00a0 end  \r\n",
+)
+"""Texts that both tokenizers must read alike."""
+
+
+class TeacherServer:
+    """An OpenAI-compatible server that gives the logprobs of prompts, as vLLM does."""
+
+    def __init__(
+        self,
+        algorithm: AlgorithmConfig,
+        patience_s: float = PATIENCE_S,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """Raises ConfigError if the variable with the key is not set. `sleep`: tests replace it."""
+        url = algorithm.teacher_url
+        assert url is not None, "the caller checks this"
+        self._shows_more, self.model = algorithm.shows_teacher_more, algorithm.teacher_model
+        self.name = f"teacher {self.model} at {url}" if self.model else f"teacher at {url}"
+        how = Patience(
+            name=self.name,
+            max_concurrent=MAX_CONCURRENT,
+            timeout_s=TIMEOUT_S,
+            patience_s=patience_s,
+            if_silent="Start it again, and continue with --resume; at another address with --set "
+            "algorithm.teacher=URL.",
+            if_refused="Correct algorithm.teacher, teacher_model or teacher_key_env. The server must be "
+            "vLLM's (`vllm serve MODEL` or `skylite serve`).",
+        )
+        key = api_key("algorithm.teacher_key_env", algorithm.teacher_key_env, self.name)
+        self._client = PatientClient(Address.parse(url, key), how, sleep)
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def taught(self, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
+        """The groups of a step with the teacher's logprobs, and metrics.
+
+        Raises RunFailed if the teacher gives none for long, or no logprobs.
+        """
+        started = time.monotonic()
+        calls = [call for group in groups for t in group.trajectories for call in t.calls]
+        shown = [call for call in calls if call.teacher_prompt_token_ids or not self._shows_more]
+        with long_work("asking the teacher", len(shown)) as work:
+
+            async def one(call: Call) -> Call:
+                prompt = call.teacher_prompt_token_ids or call.prompt_token_ids
+                scores = await self.score([*prompt, *call.completion_token_ids], len(prompt))
+                work.advance()
+                return replace(call, teacher_logprobs=scores)
+
+            scored = await gather_or_cancel([asyncio.create_task(one(call)) for call in shown])
+        by_id = {id(call): new for call, new in zip(shown, scored, strict=True)}
+
+        def with_scores(trajectory: Trajectory) -> Trajectory:
+            return replace(trajectory, calls=tuple(by_id.get(id(call), call) for call in trajectory.calls))
+
+        taught = [replace(g, trajectories=tuple(map(with_scores, g.trajectories))) for g in groups]
+        seconds = time.monotonic() - started
+        repeated = float(self._client.take_repeated())
+        return taught, {"time/teacher_server_s": seconds, "teacher/repeated": repeated}
+
+    async def score(self, token_ids: Sequence[int], first: int) -> list[float]:
+        """The logprobs in nats of the tokens from place `first` on, which is at least 1. Raises RunFailed."""
+
+        def read(reply: Any) -> list[float]:
+            rows = reply["choices"][0].get("prompt_logprobs")
+            if rows is None:
+                raise RunFailed(
+                    f"The {self.name} gives no logprobs of prompts (prompt_logprobs in /v1/completions).",
+                    "Serve the teacher with vLLM: `vllm serve MODEL`, or `skylite serve` for an adapter.",
+                )
+            if len(rows) != len(token_ids):
+                raise ValueError("another prompt")
+            return [
+                self._checked(token, rows[place][str(token)]["logprob"])
+                for place, token in enumerate(token_ids[first:], first)
+            ]
+
+        body = {
+            "model": self.model,
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": 0,
+        }
+        return await self._client.ask("v1/completions", body, read, "logprobs of all tokens of the prompt")
+
+    def _checked(self, token: int, logprob: Any) -> float:
+        if not isinstance(logprob, int | float) or not LEAST_LOGPROB < logprob < ROUNDING:
+            raise RunFailed(
+                f"The {self.name} gives token {token} the logprob {logprob}, which is none: its vocabulary "
+                "lacks the token, or its --logprobs-mode is not one of logprobs.",
+                "Serve a model with the same vocabulary, without that flag.",
+            )
+        return float(logprob)
+
+    # Before a run
+
+    async def choose_model(self) -> int:
+        """Set `model` to the only one, if algorithm.teacher_model names none.
+
+        Returns the tokens of its longest sequence; 0: unknown. Raises RunFailed or ConfigError.
+        """
+        wanted = self.model
+
+        def read(reply: Any) -> dict[str, int]:
+            return {str(model["id"]): int(model.get("max_model_len") or 0) for model in reply["data"]}
+
+        models = await self._client.ask("v1/models", None, read, "list of models")
+        name = wanted or (next(iter(models)) if len(models) == 1 else "")
+        if name not in models:
+            listed = ", ".join(map(plain, models)) or "no model"
+            what = f", and not {wanted}" if wanted else ""
+            raise ConfigError(
+                f"The {self.name} serves {listed}{what}.", "Choose one with algorithm.teacher_model."
+            )
+        self.model = name
+        return models[name]
+
+    async def check_tokenizer(self, tokenizer: ChatTokenizer) -> None:
+        """Raise ConfigError unless texts, special tokens and all token ids mean the same to the teacher.
+
+        Its vocabulary may have more tokens at its end, which the policy never samples.
+        """
+        size, special = await asyncio.to_thread(tokenizer.vocabulary)
+        texts = [*TEXTS, "".join(special)]
+        own = await asyncio.to_thread(tokenizer.encode_texts, texts)
+        for text, ids in zip(texts, own, strict=True):
+            body = {"prompt": text, "add_special_tokens": False}
+            got = await self._ask_tokenizer("tokenize", body, "tokens")
+            if got != ids:
+                raise self._differs(tokenizer, f"reads {text[:40]!r} as {got[:8]}, not {ids[:8]}")
+        for start in range(0, size, VOCABULARY_PART):
+            part = list(range(start, min(start + VOCABULARY_PART, size)))
+            text = await asyncio.to_thread(tokenizer.decode, part)
+            if await self._ask_tokenizer("detokenize", {"tokens": part}, "prompt") != text:
+                raise self._differs(tokenizer, f"has other texts for the tokens {part[0]} to {part[-1]}")
+
+    async def _ask_tokenizer(self, route: str, body: dict[str, Any], field: str) -> Any:
+        return await self._client.ask(
+            route, {"model": self.model, **body}, lambda reply: reply[field], f"reply of /{route}"
+        )
+
+    def _differs(self, tokenizer: ChatTokenizer, how: str) -> ConfigError:
+        return ConfigError(
+            f"The {self.name} has another tokenizer than {tokenizer.model_path.name}: it {how}. A teacher "
+            "scores the policy's own tokens.",
+            "Serve a model of the same family (for Mistral's with --tokenizer-mode hf), or learn from its "
+            "texts with algorithm.name=sft.",
+        )
+
+
+@contextlib.asynccontextmanager
+async def teacher_running(
+    algorithm: AlgorithmConfig, tokenizer: ChatTokenizer, *, is_new: bool
+) -> AsyncIterator[TeacherServer | None]:
+    """The teacher of the settings, if it is on a server. Raises ConfigError without its key.
+
+    `is_new`: the run is not resumed, so the plan has just checked the server.
+    """
+    if algorithm.teacher_url is None:
+        yield None
+        return
+    server = TeacherServer(algorithm)
+    try:
+        if not is_new:
+            await server.choose_model()
+            await server.check_tokenizer(tokenizer)
+        yield server
+    finally:
+        await server.aclose()
