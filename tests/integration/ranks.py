@@ -22,6 +22,8 @@ CASES = {
     **{n: {"importance": i} for n, i in IMPORTANCE.items()},
 }
 CASES["ppo"] = {"algorithm": {"name": "ppo", "gae_lambda": 0.9}, "critic": {"rank": 3, "max_grad_norm": 1e9}}
+# The plan would copy the folder x; here the base teaches.
+CASES["gkd"] = {"algorithm": {"name": "gkd", "teacher": "x", "reward_weight": 0.5}}
 CASES["two updates"] = {"algorithm": {"updates_per_step": 2}}
 REPLICATED = "replicated base"
 CASES[REPLICATED] = {**CASES["grpo"], "trainer": {"tokens_per_micro_batch": 60, "replicate_base": True}}

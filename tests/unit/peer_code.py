@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -51,6 +51,19 @@ def load_trl_supervised() -> SimpleNamespace:
         sft=importlib.import_module("trl.trainer.sft_trainer"),
         dpo=importlib.import_module("trl.trainer.dpo_trainer"),
     )
+
+
+def load_trl_gkd() -> Callable[..., torch.Tensor]:
+    """The loss of TRL's GKD trainer."""
+    _require("trl", [])
+    from trl import import_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_utils, "is_vllm_available", lambda *_, **__: False)
+        patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+        trainer = importlib.import_module("trl.experimental.gkd.gkd_trainer")
+    loss: Callable[..., torch.Tensor] = trainer.GKDTrainer.generalized_jsd_loss
+    return loss
 
 
 def load_verl() -> SimpleNamespace:

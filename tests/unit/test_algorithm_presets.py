@@ -122,6 +122,7 @@ def test_what_each_algorithm_requires():
         "ppo",
         "reinforce++",
         "opd",
+        "gkd",
         "opsd",
         "sdft",
         "sdpo",

@@ -1,29 +1,42 @@
 """On-policy distillation: the policy samples, and a teacher scores the tokens that it sampled.
 
 Each token's advantage is log teacher - log policy: the policy gradient of the reverse KL of the token (Lu,
-"On-Policy Distillation", Thinking Machines Lab, 2025; MiniLLM, arXiv 2306.08543). A reward may be mixed in.
+"On-Policy Distillation", Thinking Machines Lab, 2025; MiniLLM, arXiv 2306.08543). With
+algorithm.teacher_beta the loss is instead a divergence of the distributions over the whole vocabulary (GKD,
+arXiv 2306.13649), whose gradient does not go through the sampled token. A reward may be mixed in.
 In a self-distillation the teacher is the model itself with more in its prompt: a solution or a success.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from skylite.algorithms.advantages import Components
+from skylite.algorithms.divergences import jensen_shannon
 from skylite.algorithms.losses import LossInputs
 from skylite.algorithms.policy_gradient import PolicyGradient
 
 
 @dataclass(frozen=True, slots=True)
 class OnPolicyDistillation(PolicyGradient):
-    """A policy gradient whose advantages come from a teacher, and from the rewards by `reward_weight`."""
+    """A policy gradient whose advantages come from a teacher, and from the rewards by `reward_weight`.
+
+    With a divergence, only the rewards make advantages.
+    """
 
     @property
     def needs_teacher(self) -> bool:
         return not self.has_teacher_server
+
+    @property
+    def divergence(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        beta = self.config.teacher_beta
+        return None if beta is None else partial(jensen_shannon, beta=beta)
 
     @property
     def has_teacher_server(self) -> bool:
@@ -47,12 +60,22 @@ class OnPolicyDistillation(PolicyGradient):
         return kept
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The policy loss with the advantage reward_weight A + distill_coef (log teacher - log policy)."""
+        """The policy loss with the advantage reward_weight A + distill_coef (log teacher - log policy).
+
+        With divergences, they are added to the loss instead, times distill_coef.
+        """
         assert x.teacher_logprobs is not None
         taught = ~torch.isnan(x.teacher_logprobs)
         gap = torch.where(taught, x.old_logprobs - x.teacher_logprobs, 0.0).detach()
-        advantages = self.config.reward_weight * x.advantages - self.config.distill_coef * gap
+        advantages, coef = self.config.reward_weight * x.advantages, self.config.distill_coef
+        if x.divergences is None:
+            advantages = advantages - coef * gap
         loss, sums = PolicyGradient.loss(self, replace(x, advantages=advantages))
+        if x.divergences is not None:
+            assert x.weights is not None
+            of_teacher = coef * (x.divergences * x.weights).sum()
+            loss, sums["loss/policy"] = loss + of_teacher, sums["loss/policy"] + of_teacher.detach()
+            sums["teacher/divergence"] = x.divergences.detach().sum()
         sums["teacher/kl"] = gap.sum()
         sums["teacher/overlap"] = (torch.exp(-gap).clamp(max=1) * taught).sum()
         sums["teacher/taught_frac"] = taught.sum()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -51,6 +51,11 @@ class Algorithm:
     def needs_teacher(self) -> bool:
         """Whether the loss needs logprobs that the trainer's teacher computes."""
         return False
+
+    @property
+    def divergence(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """(policy's logprobs [N, V], teacher's) -> [N], where the loss needs it for the whole vocabulary."""
+        return None
 
     @property
     def has_teacher_server(self) -> bool:

@@ -32,7 +32,7 @@ class LossInputs:
     """The sampled tokens of one micro-batch, with all tokens of each of its trajectories. All [C]."""
 
     policy_logprobs: Tensor
-    """The only one with a gradient."""
+    """With a gradient, as entropies and divergences; the others have none."""
     old_logprobs: Tensor
     """Under the trainer's policy before the first update of this step."""
     advantages: Tensor
@@ -47,6 +47,9 @@ class LossInputs:
     """Under the reference policy, if the loss needs it."""
     teacher_logprobs: Tensor | None = None
     """Under the teacher, if the algorithm has one; NaN for tokens that it does not teach."""
+    divergences: Tensor | None = None
+    """From the teacher's distributions, if the loss has them; 0 for tokens that it does not teach. With a
+    gradient."""
     kl_penalty: Tensor | None = None
     """kl_coef times the KL estimate, if the KL is subtracted from the reward."""
     entropies: Tensor | None = None

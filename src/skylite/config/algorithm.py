@@ -98,8 +98,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kl_cov": {"policy_loss": "kl_cov"},
     # On-policy distillation (Lu, Thinking Machines Lab, 2025): a teacher scores each sampled token.
     "opd": {},
-    # The same weights with more in their prompt teach, here by the reverse KL of each sampled token, not by a
-    # divergence over the vocabulary. arXiv 2601.18734: the model at its start teaches, shown a solution.
+    # arXiv 2306.13649 on-policy (lambda 1): a divergence over the whole vocabulary, here Jensen-Shannon's.
+    "gkd": {"teacher_beta": 0.5},
+    # The same weights with more in their prompt teach, by the reverse KL of each sampled token; teacher_beta
+    # makes that a divergence over the vocabulary, as in the papers. arXiv 2601.18734: the model at its start
+    # teaches, shown a solution.
     "opsd": {"teacher": "base"},
     # arXiv 2601.19897: an average that takes 1 % of the policy after each step, shown a demonstration.
     "sdft": {"teacher": "ema", "teacher_update_rate": 0.01},
@@ -119,7 +122,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 Source = Literal["rollouts", "chats", "pairs"]
 SOURCES: dict[str, Source] = {"sft": "chats", "dpo": "pairs", "ipo": "pairs"}
 """Algorithm -> what its examples come from, if that is prepared data."""
-DISTILLATIONS = ("opd", "opsd", "sdft", "sdpo")
+DISTILLATIONS = ("opd", "gkd", "opsd", "sdft", "sdpo")
 """Algorithms in which a teacher scores the sampled tokens (algorithms/distillation.py)."""
 PLACES = ("{prompt}", "{context}")
 """What algorithm.teacher_prompt must contain."""
@@ -129,6 +132,7 @@ OF_TEACHERS = [
     "teacher",
     "teacher_model",
     "teacher_key_env",
+    "teacher_beta",
     "teacher_update_rate",
     "teacher_column",
     "teacher_sees_success",
@@ -173,7 +177,7 @@ class AlgorithmConfig(Section):
     name: str = "grpo"
     """Preset that fills in the other fields of this section: grpo, bnpo, dr_grpo, dapo, gspo, luspo, gmpo,
     vespo, dppo, dro, cispo, sapo, rloo, reinforce++, reinforce++-baseline, maxrl, opo, pass_at_k, gdpo, ppo,
-    clip_cov, kl_cov, opd, opsd, sdft, sdpo, raft, online_dpo, sft, dpo or ipo."""
+    clip_cov, kl_cov, opd, gkd, opsd, sdft, sdpo, raft, online_dpo, sft, dpo or ipo."""
     advantage: Advantage | str = "grpo"
     """Formula that turns rewards into advantages (algorithms/advantages.py), or your own as FILE.py:function.
     gae needs a critic."""
@@ -270,14 +274,17 @@ class AlgorithmConfig(Section):
     """Reference policy of the KL. init: the policy at version 0, which is the warm-start adapter if there is
     one. base: always the base model."""
     teacher: str = BASE_TEACHER
-    """Who scores the sampled tokens in opd, opsd, sdft and sdpo. base: the model without an adapter. ema: an
-    average of the policy's own adapters. Else the folder of an adapter on the same base, of this run's
-    modules or others; or the URL of a vLLM server whose model has the same tokenizer, such as
-    http://127.0.0.1:8001."""
+    """Who teaches in opd, gkd, opsd, sdft and sdpo. base: the model without an adapter. ema: an average of
+    the policy's own adapters. Else the folder of an adapter on the same base, of this run's modules or
+    others; or the URL of a vLLM server whose model has the same tokenizer, such as http://127.0.0.1:8001."""
     teacher_model: str = ""
     """Name of the teacher on its server. Empty: its only model."""
     teacher_key_env: str = ""
     """Environment variable with the API key of the teacher's server. Empty: it asks for none."""
+    teacher_beta: float | None = Field(None, ge=0, le=1)
+    """Learn from a divergence of the distributions over the whole vocabulary. 0: KL(teacher || policy); 1:
+    KL(policy || teacher); between: Jensen-Shannon's (GKD's beta). none: from log teacher - log policy of the
+    sampled token."""
     teacher_update_rate: float = Field(0.05, gt=0, le=1)
     """teacher=ema: share of the policy that each step adds to the average."""
     teacher_column: str | None = None
@@ -292,7 +299,8 @@ class AlgorithmConfig(Section):
     """What the teacher's last user message says: {prompt} is the policy's, {context} what the teacher sees
     besides. none: the prompt, the context as a correct solution, and the request to answer."""
     distill_coef: float = Field(1.0, gt=0)
-    """A distillation's factor on log teacher - log policy, which is added to a token's advantage."""
+    """A distillation's factor on log teacher - log policy, which is added to a token's advantage, or on the
+    divergence, which is added to its loss."""
     reward_weight: float = Field(0.0, ge=0)
     """A distillation's factor on the advantage of the reward. 0: the reward is only measured, and group_size
     may be 1."""
@@ -400,6 +408,12 @@ class AlgorithmConfig(Section):
         if changed:
             raise ValueError(
                 f"algorithm.{changed[0]}={getattr(self, changed[0])} has no effect with {why}; leave it out."
+            )
+        if self.teacher_url and self.teacher_beta is not None:
+            raise ValueError(
+                f"algorithm.teacher_beta={self.teacher_beta:g} compares distributions over the vocabulary, "
+                f"and the server {self.teacher} gives the logprobs of the sampled tokens alone; use "
+                "algorithm.name=opd, or a teacher here (base, ema or the folder of an adapter)."
             )
         text = self.teacher_prompt
         if text is not None and (lacking := next((x for x in PLACES if x not in text), None)):

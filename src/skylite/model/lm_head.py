@@ -16,12 +16,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skylite.model.bf16_weights import compute_dtype
+from skylite.model.chunked_divergence import Head, TeacherStates
 from skylite.model.chunked_logprobs import chunk_rows, head_logprobs
 from skylite.model.packing import PackedTokens
 
 
 class LogprobHead(nn.Module):
-    """Replaces a linear LM head for one pass. `result` then holds (logprobs [C], entropies [C])."""
+    """Replaces a linear LM head for one pass. `result` then holds (logprobs [C], entropies [C]).
+
+    With a teacher, `compared` holds (divergences [C], the teacher's logprobs [C]).
+    """
 
     def __init__(
         self,
@@ -30,6 +34,7 @@ class LogprobHead(nn.Module):
         tokens: PackedTokens,
         temperature: float,
         kernels: bool,
+        teacher: TeacherStates | None = None,
     ) -> None:
         super().__init__()
         # In a list, because an attribute would register the module a second time.
@@ -38,7 +43,9 @@ class LogprobHead(nn.Module):
         self._tokens = tokens
         self._temperature = temperature
         self._kernels = kernels
+        self._teacher = teacher
         self.result: tuple[Tensor, Tensor] | None = None
+        self.compared: tuple[Tensor, Tensor] | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [B, K, H] -> logprobs [1, C, 1]. Uses the weights here, where FSDP has gathered them."""
@@ -55,6 +62,9 @@ class LogprobHead(nn.Module):
             tokens.tokens_before,
             self._kernels,
         )
+        if self._teacher is not None:
+            head = Head(linear.weight, linear.bias, self._softcap)
+            self.compared = self._teacher.compare(hidden, tokens, head, self._temperature)
         # Not a view, because FSDP puts a hook on the model's output.
         return self.result[0][None, :, None].clone()
 
@@ -77,6 +87,21 @@ class TopTokenHead(nn.Module):
         return hidden[..., :1]
 
 
+class HiddenHead(nn.Module):
+    """Replaces an LM head for one pass. `result` then holds its input [C, H] that predicts each token."""
+
+    def __init__(self, tokens: PackedTokens) -> None:
+        super().__init__()
+        self._tokens = tokens
+        self.result: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [B, K, H] -> [B, K, 1], for FSDP; nobody reads it."""
+        kept = self._tokens.kept(hidden).flatten(0, 1)
+        self.result = kept.to(compute_dtype(hidden))[self._tokens.rows]
+        return hidden[..., :1]
+
+
 def linear_head(base: PreTrainedModel) -> nn.Linear | None:
     """The model's LM head if it is a plain linear layer without an adapter, else None."""
     head = base.get_output_embeddings()
@@ -90,15 +115,28 @@ def score_in_chunks(
     tokens: PackedTokens,
     temperature: float,
     kernels: bool,
-) -> tuple[Tensor, Tensor]:
-    """Logprobs [C] and entropies [C] of the completion tokens, both with gradient. `kernels`: in Triton."""
+    teacher: TeacherStates | None = None,
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+    """Logprobs [C] and entropies [C] of the completion tokens, both with gradient. `kernels`: in Triton.
+
+    With a teacher, also what `TeacherStates.compare` gives.
+    """
     softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
-    head = LogprobHead(linear, softcap, tokens, temperature, kernels)
+    head = LogprobHead(linear, softcap, tokens, temperature, kernels, teacher)
     with replaced_head(base, head):
         outputs: Tensor = model(**tokens.model_inputs(), use_cache=False).logits
     assert head.result is not None, "the model did not use its output embeddings"
     logprobs, entropies = head.result
-    return keep_in_graph(logprobs, outputs), entropies
+    return keep_in_graph(logprobs, outputs), entropies, head.compared
+
+
+def hidden_states(model: nn.Module, base: PreTrainedModel, tokens: PackedTokens) -> Tensor:
+    """[C, H] what the LM head reads to predict each token."""
+    head = HiddenHead(tokens)
+    with replaced_head(base, head):
+        model(**tokens.model_inputs(), use_cache=False)
+    assert head.result is not None, "the model did not use its output embeddings"
+    return head.result
 
 
 def top_tokens_in_chunks(

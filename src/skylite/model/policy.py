@@ -33,10 +33,11 @@ from skylite.config.resolved import Resolved
 from skylite.config.train import TrainConfig
 from skylite.errors import ModelError
 from skylite.model.activation_checkpointing import Checkpointing, checkpoint_layers
+from skylite.model.chunked_divergence import Head, TeacherStates
 from skylite.model.chunked_logprobs import token_logprobs
 from skylite.model.expert_lora import check_experts, group_expert_lora
 from skylite.model.images import ImageReader, image_reader
-from skylite.model.lm_head import score_in_chunks, top_tokens_in_chunks
+from skylite.model.lm_head import hidden_states, score_in_chunks, top_tokens_in_chunks
 from skylite.model.loading import decoder_layers, load_base, text_path
 from skylite.model.lora_linear import drop_after_a, fuse_lora_layers, unfuse_lora_layers
 from skylite.model.packing import PackedTokens, Packing
@@ -283,6 +284,21 @@ def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Ten
 
     Both are float32, differentiable and in nats. Run the backward pass before another policy computes.
     """
+    return _score(policy, tokens, temperature, None)[:2]
+
+
+def compare(
+    policy: Policy, tokens: PackedTokens, temperature: float, teacher: TeacherStates
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`score`, and divergences [C] with gradient and the teacher's logprobs [C] (TeacherStates.compare)."""
+    logprobs, entropies, compared = _score(policy, tokens, temperature, teacher)
+    assert compared is not None
+    return logprobs, entropies, *compared
+
+
+def _score(
+    policy: Policy, tokens: PackedTokens, temperature: float, teacher: TeacherStates | None
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     activate(policy)
     with policy.autocast():
         if policy.lm_head is not None:
@@ -293,9 +309,24 @@ def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Ten
                 tokens,
                 temperature,
                 policy.kernels,
+                teacher,
             )
         logits = policy.model(**tokens.model_inputs(), use_cache=False).logits
-    return token_logprobs(tokens.kept(logits).flatten(0, 1), tokens.rows, tokens.targets, temperature)
+    logits = tokens.kept(logits).flatten(0, 1)
+    # Before token_logprobs, whose backward overwrites the logits.
+    compared = None if teacher is None else teacher.compare(logits, tokens, Head(), temperature)
+    return *token_logprobs(logits, tokens.rows, tokens.targets, temperature), compared
+
+
+@torch.no_grad()
+def states(policy: Policy, tokens: PackedTokens) -> Tensor:
+    """[C, H] the LM head's input that predicts each completion token, or the logits [C, V]."""
+    activate(policy)
+    with policy.autocast():
+        if policy.lm_head is not None:
+            return hidden_states(policy.model, policy.model.get_base_model(), tokens)
+        logits = policy.model(**tokens.model_inputs(), use_cache=False).logits
+    return tokens.kept(logits).flatten(0, 1)[tokens.rows]
 
 
 @torch.no_grad()

@@ -105,7 +105,8 @@ def step_metrics(
     num_updates = algorithm.updates_per_step
     means = {n: value / (num_updates if n in algorithm.means else num_computed) for n, value in total.items()}
     if taught := means.get("teacher/taught_frac"):
-        means |= {name: means[name] / taught for name in ("teacher/kl", "teacher/overlap")}
+        of_taught = ("teacher/kl", "teacher/overlap", "teacher/divergence")
+        means |= {name: means[name] / taught for name in of_taught if name in means}
     metrics = means | _critic_metrics(means, sums)
     if algorithm.is_sampled:
         metrics |= _importance_metrics(means) | _worst_mismatch(values[len(own) :]) | _group_metrics(table)

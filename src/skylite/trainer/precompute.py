@@ -16,8 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from skylite.algorithms.advantages import moments, whiten
 from skylite.algorithms.interface import Algorithm
 from skylite.algorithms.losses import LossInputs
+from skylite.model.chunked_divergence import Divergence, TeacherStates
 from skylite.model.packing import upload
-from skylite.model.policy import REF, TEACHER, Policy, frozen_policy, score
+from skylite.model.policy import REF, TEACHER, Policy, frozen_policy, score, states
 from skylite.model.process_group import Dist
 from skylite.trainer.critic import Critic, predict_values
 from skylite.trainer.micro_batches import MicroBatch, Table
@@ -57,6 +58,13 @@ def teacher_logprobs(policy: Policy, micro: MicroBatch, temperature: float) -> T
         scored = score(teacher, micro.teacher_tokens, temperature)[0]
     nothing = torch.full_like(micro.token_weights, torch.nan)
     return nothing.index_copy_(0, micro.taught, scored)
+
+
+def teacher_states(policy: Policy, micro: MicroBatch, divergence: Divergence) -> TeacherStates:
+    """What the teacher computes for the tokens that it teaches, before the LM head."""
+    with frozen_policy(policy, TEACHER) as teacher:
+        tokens = micro.tokens if micro.teacher_tokens is None else micro.teacher_tokens
+        return TeacherStates(states(teacher, tokens), micro.taught, divergence)
 
 
 def credit(
@@ -203,6 +211,7 @@ def loss_inputs(
     entropies: Tensor | None,
     ref: Tensor | None = None,
     teacher: Tensor | None = None,
+    divergences: Tensor | None = None,
 ) -> LossInputs:
     """What a loss sees of a micro-batch."""
     return LossInputs(
@@ -215,6 +224,7 @@ def loss_inputs(
         sampling_logprobs=micro.sampling_logprobs,
         ref_logprobs=ref,
         teacher_logprobs=teacher,
+        divergences=divergences,
         kl_penalty=micro.kl_penalty,
         entropies=entropies,
         token_weights=micro.token_weights,

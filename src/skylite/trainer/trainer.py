@@ -24,7 +24,8 @@ from skylite.algorithms.losses import value_loss
 from skylite.algorithms.policy_gradient import PolicyGradient
 from skylite.algorithms.sft import SupervisedFineTuning
 from skylite.config.train import RunConfig, TrainConfig
-from skylite.model.policy import TEACHER, Policy, lora_dropout, role_params, score
+from skylite.model.chunked_divergence import TeacherStates
+from skylite.model.policy import TEACHER, Policy, compare, lora_dropout, role_params, score
 from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
 from skylite.trainer import precompute
@@ -192,19 +193,27 @@ class Trainer:
         # Only the reference logprobs of one micro-batch are in memory.
         needs_ref = self.algorithm.needs_reference
         ref = precompute.ref_logprobs(self.policy, micro, self.temperature) if needs_ref else None
-        teacher = self._teacher_logprobs(micro, sums)
+        teacher, divergences = self._teacher(micro, sums), None
         with lora_dropout(self.policy, active=True):  # also around backward, which may recompute activations
-            logprobs, entropies = score(self.policy, micro.tokens, self.temperature)
-            inputs = precompute.loss_inputs(micro, logprobs, entropies, ref, teacher)
+            if isinstance(teacher, TeacherStates):
+                logprobs, entropies, divergences, teacher = compare(
+                    self.policy, micro.tokens, self.temperature, teacher
+                )
+            else:
+                logprobs, entropies = score(self.policy, micro.tokens, self.temperature)
+            inputs = precompute.loss_inputs(micro, logprobs, entropies, ref, teacher, divergences)
             loss, metrics = self.algorithm.loss(inputs)
             loss.backward()  # type: ignore[no-untyped-call]
         sums.add(metrics)
         sums.add_tokens(micro, logprobs.detach(), has_dropout=self.config.lora.dropout > 0)
 
-    def _teacher_logprobs(self, micro: MicroBatch, sums: MetricSums) -> Tensor | None:
+    def _teacher(self, micro: MicroBatch, sums: MetricSums) -> Tensor | TeacherStates | None:
+        """Its logprobs [C], or what a divergence needs."""
         if not self.algorithm.needs_teacher:
             return micro.teacher_logprobs
         with sums.teacher_timer.running():
+            if (divergence := self.algorithm.divergence) is not None:
+                return precompute.teacher_states(self.policy, micro, divergence)
             return precompute.teacher_logprobs(self.policy, micro, self.temperature)
 
     def _critic_pass(self, micro: MicroBatch, sums: MetricSums) -> None:
