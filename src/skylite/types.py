@@ -131,6 +131,8 @@ class Trajectory:
     """At most 0. Part of the training reward, but not of any reported score."""
     turn_rewards: tuple[float, ...] = ()
     """One for each call; their sum is `reward`. Empty if the episode gave a single reward."""
+    feedback: str = ""
+    """What the reward functions or the environment said about it."""
     end: End = "stop"
 
     @property
@@ -157,8 +159,15 @@ class Trajectory:
     @property
     def text(self) -> str:
         """All that was said, see `transcript`."""
-        turns, observed = [s.text for s in self.calls], [s.observed for s in self.calls]
-        return transcript(turns, observed, self.turn_rewards)
+        return self._transcript(self.turn_rewards)
+
+    @property
+    def text_without_rewards(self) -> str:
+        """The same without the rewards of turns."""
+        return self._transcript(())
+
+    def _transcript(self, turn_rewards: Sequence[float]) -> str:
+        return transcript([s.text for s in self.calls], [s.observed for s in self.calls], turn_rewards)
 
     @property
     def is_truncated(self) -> bool:
@@ -267,6 +276,8 @@ class Score:
     """Reward function name -> unweighted score, in the order of reward.functions."""
     turns: tuple[float, ...] = ()
     """What each turn of an episode earned, if it said so."""
+    feedback: str = ""
+    """What the reward functions or the environment said about it."""
 
 
 def transcript(turns: Sequence[str], observed: Sequence[str] = (), turn_rewards: Sequence[float] = ()) -> str:

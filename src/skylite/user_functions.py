@@ -9,7 +9,7 @@ import inspect
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,10 @@ from typing import Any, NoReturn
 
 from skylite.errors import ConfigError, DataError, error_line
 from skylite.untrusted_files import read_bytes
+from skylite.untrusted_text import encodable
+
+FEEDBACK = "feedback"
+"""What a reward function or an episode calls a text among the named numbers that it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,16 @@ ADVANTAGE = FunctionKind(
 EPISODE = FunctionKind("episode", "env.episode", "(task, chat)", "float")
 LAUNCHER = FunctionKind("launcher", "engine.launcher", "()", "Launcher", takes_two=False)
 POLICY_LOSS = FunctionKind("policy loss", "algorithm.policy_loss", "(inputs, config)", "Tensor")
+
+
+def split_feedback(returned: Mapping[Any, Any]) -> tuple[dict[Any, Any], str]:
+    """What a function returned, without its feedback, and that; empty if it is blank. Raises ValueError."""
+    text = returned.get(FEEDBACK, "")
+    if not isinstance(text, str):
+        raise ValueError(f"returned {text!r:.200} as {FEEDBACK!r}, which must be a text")
+    return {name: value for name, value in returned.items() if name != FEEDBACK}, encodable(
+        text if text.strip() else ""
+    )
 
 
 def is_program(spec: str) -> bool:

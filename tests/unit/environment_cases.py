@@ -109,7 +109,8 @@ async def environment(
     spec = env.pop("episode", f"{program}:{name}")
     limits = {"max_prompt_tokens": 500, "max_completion_tokens": 64}
     rollout = {name: env.pop(name, value) for name, value in limits.items()}
-    config = settings(env={"episode": spec, **env}, rollout=rollout)
+    algorithm = env.pop("algorithm", {})
+    config = settings(env={"episode": spec, **env}, rollout=rollout, algorithm=algorithm)
     async with (
         Supervisor() as supervisor,
         episodes_running(

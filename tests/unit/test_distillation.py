@@ -23,20 +23,22 @@ from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.data.chat_tokenizer_in_sandbox import Job
 from skylite.environments.teacher_prompts import contexts_of, with_teacher_prompts
-from skylite.errors import DataError
+from skylite.errors import DataError, RunFailed
 from skylite.model.fast_path_check import enable_shortcuts
 from skylite.model.policy import TEACHER, Policy, load_policy, role_params, score
 from skylite.model.process_group import Dist
+from skylite.rollout.prompt_check import check_teacher_prompts
 from skylite.run.rollout_file import examples_of, read_examples, write_rollouts
 from skylite.run.run_dir import RunDir
+from skylite.trainer.micro_batches import arrange
 from skylite.trainer.precompute import teacher_logprobs
 from skylite.trainer.step import train_step
-from skylite.trainer.trainer import Trainer, make_trainer
-from skylite.types import Call, Message, Prompt, Score
+from skylite.trainer.trainer import Trainer, make_algorithm, make_trainer
+from skylite.types import Call, Group, Message, Prompt, Trajectory
 from tests.cases import PROBE, flat_gradient, plain_model, policy_of, relative_difference, table_of
 from tests.decisions import resolved
 from tests.reference import reference_logprobs, reference_loss
-from tests.rows import VOCAB, groups_of, random_samples
+from tests.rows import VOCAB, Row, groups_of, random_samples
 from tests.small_run import settings
 
 AVERAGE = {"name": "opd", "teacher": "ema", "teacher_update_rate": 0.25, "reward_weight": 1.0}
@@ -211,7 +213,7 @@ def test_a_resumed_average_has_the_bits_of_a_straight_run(
         ({"algorithm": {"name": "opsd"}}, "teacher=base starts as the policy itself.*teacher_column"),
         ({"algorithm": {"name": "sdpo", "teacher_prompt": "{prompt}"}}, "teacher_prompt has no {context}"),
         ({"algorithm": {"name": "sdpo"}, "rollout": {"group_size": 1}}, "group_size=1 has none"),
-        ({"algorithm": {"name": "sdpo"}, "env": {"episode": "guess"}}, "cannot see more in them"),
+        ({"algorithm": {"teacher_sees_feedback": True}}, "teacher_sees_feedback=True has no effect"),
     ],
 )
 def test_settings_without_an_effect_are_refused(sections: dict[str, Any], sentence: str) -> None:
@@ -220,8 +222,39 @@ def test_settings_without_an_effect_are_refused(sections: dict[str, Any], senten
     assert settings(algorithm={"name": "opd", "teacher": "x"}, rollout={"group_size": 1})
 
 
-def scored(*rewards: float) -> list[Score]:
-    return [Score(reward=reward) for reward in rewards]
+def group_of(prompt: Prompt, texts: Sequence[str], rewards: Sequence[float], *said: str) -> Group:
+    """Completions of a prompt of one token, with feedback."""
+    calls = [
+        Call(prompt_token_ids=[1], completion_token_ids=[2], sampling_logprobs=[-1.0], text=text)
+        for text in texts
+    ]
+    rows = zip(calls, rewards, said or [""] * len(calls), strict=True)
+    trajectories = tuple(Trajectory(calls=(c,), reward=r, feedback=f) for c, r, f in rows)
+    return Group(prompt=prompt, trajectories=trajectories)
+
+
+class Letters:
+    """A tokenizer with a token for each letter of a text, and 7, 8, ... for chats, which it keeps."""
+
+    def __init__(self) -> None:
+        self.chats: list[list[str]] = []
+        self.tokenizer = ChatTokenizer(run_jobs=self.run, stop_token_ids=())
+
+    def run(self, jobs: Sequence[Job]) -> Any:
+        return [{"ids": self._ids(job)} for job in jobs]
+
+    def _ids(self, job: Job) -> list[int]:
+        if "text" in job:
+            return [3] * len(job["text"])
+        self.chats.append([message["content"] for message in job["messages"]])
+        return [6 + len(self.chats)]
+
+
+def contexts(prompt: Prompt, rewards: Sequence[float], *said: str, **algorithm: Any) -> list[str]:
+    """What the teachers of "wrong", "right" and "also right" see, in the form of a prompt of one's own."""
+    config = AlgorithmConfig(teacher_prompt="{prompt} {context}", **algorithm)
+    group = group_of(prompt, ["wrong", "right", "also right"], rewards, *said)
+    return asyncio.run(contexts_of(group, config, Letters().tokenizer))
 
 
 def row(**extra: Any) -> Prompt:
@@ -230,41 +263,107 @@ def row(**extra: Any) -> Prompt:
 
 
 def test_a_success_of_the_group_is_shown_to_the_others_teachers() -> None:
-    texts, sdpo = ["wrong", "right", "also right"], AlgorithmConfig(name="sdpo")
-    assert contexts_of(row(), texts, scored(0, 1, 1), sdpo) == ["right", "also right", "right"]
-    assert contexts_of(row(), texts, scored(0, 1, 0), sdpo) == ["right", "", "right"]  # not its own
-    assert contexts_of(row(), texts, scored(0, 0.5, 0), sdpo) == ["", "", ""]
-    half = AlgorithmConfig(name="sdpo", success_reward=0.5, teacher_column="hint")
-    shown = contexts_of(row(hint="add"), texts, scored(0, 0.5, 0), half)
-    assert shown == ["add\n\nright", "add", "add\n\nright"]
-    opsd = AlgorithmConfig(name="opsd", teacher_column="answer")
-    assert contexts_of(row(), texts, scored(0, 0, 0), opsd) == ["4"] * 3
+    assert contexts(row(), [0, 1, 1], name="sdpo") == ["right", "also right", "right"]
+    assert contexts(row(), [0, 1, 0], name="sdpo") == ["right", "", "right"]  # not its own
+    assert contexts(row(), [0, 0.5, 0], name="sdpo") == ["", "", ""]
+    half = {"name": "sdpo", "success_reward": 0.5, "teacher_column": "hint"}
+    assert contexts(row(hint="add"), [0, 0.5, 0], **half) == ["add\n\nright", "add", "add\n\nright"]
+    assert contexts(row(), [0, 0, 0], name="opsd", teacher_column="answer") == ["4"] * 3
+
+
+def test_feedback_is_shown_to_its_own_completions_teacher() -> None:
+    both = {"name": "sdpo", "teacher_sees_feedback": True}
+    shown = contexts(row(), [0, 1, 0], "3 is not 4", "", "too long", **both)
+    assert shown == ["right\n\n3 is not 4", "", "right\n\ntoo long"], "the second has neither"
+    alone = both | {"teacher_sees_success": False}
+    assert contexts(row(), [0, 1, 0], "3 is not 4", "", "too long", **alone) == ["3 is not 4", "", "too long"]
+    assert contexts(row(), [0, 1, 0], "3 is not 4", "", "too long", name="sdpo")[0] == "right", (
+        "not asked for"
+    )
+
+
+def test_the_prompt_names_its_parts() -> None:
+    letters, algorithm = Letters(), AlgorithmConfig(name="sdpo", teacher_sees_feedback=True)
+    group = group_of(row(), ["right", "wrong", "right"], [1, 0, 1], "", "3 is not 4", "fine")
+    taught = asyncio.run(with_teacher_prompts(group, algorithm, letters.tokenizer))
+    assert [t.calls[0].teacher_prompt_token_ids for t in taught.trajectories] == [[7], [8], [9]]
+    solution = "2 + {context}?\n\nA correct solution, for you alone:\n\nright"
+    said = "Feedback on an earlier answer of yours:\n\n"
+    end = "\n\nNow answer the question."
+    assert letters.chats == [
+        ["Be brief.", f"{solution}{end}"],
+        ["Be brief.", f"{solution}\n\n{said}3 is not 4{end}"],
+        ["Be brief.", f"{solution}\n\n{said}fine{end}"],
+    ]
+
+
+def test_the_teachers_prompt_must_fit_into_the_models_context(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}', encoding="utf-8")
+    algorithm = {"name": "sdpo", "teacher_sees_feedback": True, "max_feedback_tokens": 511}
+    rollout = {"max_completion_tokens": 256}
+    tokenizer = Letters().tokenizer  # a prompt is one token: 1 + 511 + 2 x 256
+    check_teacher_prompts(tokenizer, settings(algorithm=algorithm, rollout=rollout), tmp_path, [row()])
+    algorithm["max_feedback_tokens"] = 512
+    with pytest.raises(DataError, match=r"tokens=512 and 2 .*max_completion_tokens=256 have 1,025 .* 1,024"):
+        check_teacher_prompts(tokenizer, settings(algorithm=algorithm, rollout=rollout), tmp_path, [row()])
+    episodes = settings(
+        algorithm={"name": "opsd", "teacher_column": "answer"},
+        env={"episode": "guess", "max_tokens": 1024},
+        rollout={"max_prompt_tokens": 500},
+    )
+    with pytest.raises(DataError, match=r"prompt and 1 completions of env.max_tokens=1024 have 1,025 tokens"):
+        check_teacher_prompts(tokenizer, episodes, tmp_path, [row()])
+
+
+def test_a_feedback_over_its_limit_stops_the_run() -> None:
+    at_limit = {"name": "sdpo", "teacher_sees_feedback": True, "max_feedback_tokens": 10}
+    assert contexts(row(), [0, 0, 0], "3 is not 4", "", "", **at_limit) == ["3 is not 4", "", ""]
+    with pytest.raises(RunFailed, match=r"prompt test/1 has 11 tokens, over .*max_feedback_tokens=10"):
+        contexts(row(), [0, 0, 0], "3 is not 4!", "", "", **at_limit)
 
 
 @pytest.mark.parametrize("extra", [{}, {"hint": " "}, {"hint": 4}])
 def test_a_row_without_the_teachers_column_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"Row test/1 has no text in the column 'hint'"):
-        contexts_of(row(**extra), ["x"], scored(0), AlgorithmConfig(name="opsd", teacher_column="hint"))
+        contexts(row(**extra), [0, 0, 0], name="opsd", teacher_column="hint")
 
 
 def test_calls_get_their_teachers_prompts_rendered_once() -> None:
-    seen: list[Sequence[Job]] = []
-
-    def render(jobs: Sequence[Job]) -> Any:
-        seen.append(jobs)
-        return [{"ids": [i + 7]} for i, _ in enumerate(jobs)]
-
-    calls = [
-        Call(prompt_token_ids=[1], completion_token_ids=[2], sampling_logprobs=[-1.0], text=text)
-        for text in ("wrong", "right {prompt}", "wrong")
-    ]
-    tokenizer = ChatTokenizer(run_jobs=render, stop_token_ids=())
+    letters, texts = Letters(), ["wrong", "right {prompt}", "wrong"]
     algorithm = AlgorithmConfig(name="sdpo", teacher_prompt="Q {prompt} S {context}")
-    taught = asyncio.run(with_teacher_prompts(row(), calls, scored(0, 1, 0), algorithm, tokenizer))
-    assert [call.teacher_prompt_token_ids for call in taught] == [[7], [], [7]]
-    assert [[m["content"] for m in job["messages"]] for job in seen[0]] == [
-        ["Be brief.", "Q 2 + {context}? S right {prompt}"]
+    taught = asyncio.run(
+        with_teacher_prompts(group_of(row(), texts, [0, 1, 0]), algorithm, letters.tokenizer)
+    )
+    assert [t.calls[0].teacher_prompt_token_ids for t in taught.trajectories] == [[7], [], [7]]
+    assert letters.chats == [["Be brief.", "Q 2 + {context}? S right {prompt}"]]
+
+
+def test_an_episode_with_an_untaught_call_is_left_out() -> None:
+    rows = [
+        Row(
+            group=0,
+            prompt_token_ids=[1],
+            completion_token_ids=[2, 4],
+            sampling_logprobs=[-1.0, -1.0],
+            reward=0,
+            calls=(([1], [2]), ([1, 2, 3], [4])),
+        )
+    ] * 3
+    prompts = [([7], [7, 2, 3]), ([7], []), ([], [])]
+    (group,) = groups_of(rows)
+    trajectories = [
+        replace(
+            t,
+            calls=tuple(
+                replace(call, teacher_prompt_token_ids=ids) for call, ids in zip(t.calls, of_t, strict=True)
+            ),
+        )
+        for t, of_t in zip(group.trajectories, prompts, strict=True)
     ]
+    examples = examples_of([replace(group, trajectories=tuple(trajectories))])
+    for weight, kept in ((0.0, [True, False, False]), (1.0, [True] * 3)):
+        config = settings(algorithm={"name": "sdpo", "reward_weight": weight})
+        assert arrange(examples, make_algorithm(config), config).kept == kept
 
 
 @pytest.mark.parametrize("budget", [4096, 60], ids=["one pass", "many passes"])

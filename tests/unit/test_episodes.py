@@ -130,6 +130,8 @@ def test_a_token_limit_ends_the_trajectory(tmp_path: Path) -> None:
         ("return None", "the episode returned None"),
         ("return [1.0, 2.0]", "returned 2 rewards for 1 turns"),
         ("return {}", "returned no component"),
+        ("return {'feedback': 'no'}", "returned no component"),
+        ("return {'won': 1.0, 'feedback': 3}", "returned 3 as 'feedback', which must be a text"),
     ],
 )
 def test_a_failing_episode_stops_the_run_with_the_prompt(tmp_path: Path, body: str, reason: str) -> None:
@@ -246,6 +248,49 @@ def test_a_command_without_a_reward_fails(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_imported_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no_such_module"):
         sample(tmp_path, "import no_such_module", ScriptedEngine())
+
+
+TOLD = """
+    async def episode(task, chat):
+        messages = [{"role": "system", "content": "Play."}, *task.messages]
+        turns = task.seed // (1 << 20) % 4  # another number for each trajectory
+        for turn in range(max(1, turns)):
+            reply = await chat(messages)
+            messages += [reply.message, {"role": "user", "content": f"again {turn}"}]
+        if turns == 3:
+            await chat(messages[1:])  # with another beginning
+        return {"turns": float(turns), "feedback": "you lost" if turns else ""}
+"""
+
+
+def test_the_teacher_of_an_episode_sees_its_feedback_in_the_first_message(tmp_path: Path) -> None:
+    algorithm = {"name": "sdpo", "teacher_sees_feedback": True, "success_reward": 9.0}
+    (group,) = sample(tmp_path, TOLD, ScriptedEngine(), group_size=4, algorithm=algorithm)
+    by_turns = {int(t.reward): t for t in group.trajectories}
+    assert by_turns.keys() == {0, 1, 2, 3}
+    assert {n: t.feedback for n, t in by_turns.items()} == {
+        0: "",
+        1: "you lost",
+        2: "you lost",
+        3: "you lost",
+    }
+    before = "<|im_start|>system\nPlay.<|im_end|>\n<|im_start|>user\nquestion 0"
+    said = "\n\nFeedback on an earlier answer of yours:\n\nyou lost\n\nNow answer the question."
+    first = f"{before}{said}<|im_end|>\n<|im_start|>assistant\n"
+    second = f"{first}ok<|im_end|>\n<|im_start|>user\nagain 0<|im_end|>\n<|im_start|>assistant\n"
+    third = f"{second}ok<|im_end|>\n<|im_start|>user\nagain 1<|im_end|>\n<|im_start|>assistant\n"
+    prompts = {n: [to_text(c.teacher_prompt_token_ids) for c in t.calls] for n, t in by_turns.items()}
+    assert prompts == {0: [""], 1: [first], 2: [first, second], 3: [first, second, third, ""]}
+
+
+def test_the_teacher_of_an_episode_sees_a_column_and_a_success(tmp_path: Path) -> None:
+    algorithm = {"name": "sdpo", "teacher_column": "answer", "teacher_prompt": "{prompt} / {context}"}
+    (group,) = sample(tmp_path, TOLD, ScriptedEngine(), group_size=2, algorithm=algorithm)
+    shown = {int(t.reward): to_text(t.calls[0].teacher_prompt_token_ids) for t in group.trajectories}
+    assert {n for n, text in shown.items() if "question 0 / 0\n\n" in text} == {
+        n for n in shown if any(m != n and m >= 1 for m in shown)
+    }
+    assert all("question 0 / 0" in text for text in shown.values())
 
 
 def test_rewards_of_turns_add_up() -> None:

@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from skylite.cli.samples import completion_text
+from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
-from skylite.errors import ConfigError, RunFailed
+from skylite.errors import ConfigError, DataError, RunFailed
+from skylite.report.completions import read_training
 from skylite.rewards import OTHER_METRICS, component_names, load_components, score_components
 from skylite.rewards.worker_pool import RewardPool
 from skylite.rollout.plan import plan_run
+from skylite.rollout.reward_check import check_calls
 from skylite.rollout.sampling import SampledStep
 from skylite.rollout.sources import reward_pool
 from skylite.rollout.step_metrics import component_means, recovered_metrics
@@ -26,7 +30,7 @@ from tests.unit.data_cases import prompt
 from tests.unit.run_cases import make_model, write_data
 from tests.unit.test_sampling import metrics_of
 
-OWN = """
+OWN = r"""
 import os
 
 def length(prompt, completion):
@@ -38,6 +42,15 @@ def odd(prompt, completion):
 
 def parts(completion):
     return {"right": float(completion == "7"), "short": 1.0 / (1 + len(completion)), "metric/length": 9.0}
+
+def told(completion):
+    return {"told": 0.5, "feedback": {"long": "x" * 9, "number": 3}.get(completion, f"{completion} \ud800")}
+
+def told_too(completions):
+    return [{"too": 0.0, "feedback": " \n" if c == "long" else "second"} for c in completions]
+
+def only_told(completion):
+    return {"feedback": "nothing else"}
 
 def verls(completion):
     return {"score": 1.0, "acc": True}
@@ -109,6 +122,63 @@ def test_a_function_that_returns_a_dict_gives_named_components(own: str) -> None
         assert scores_of(pool, "7")[0].reward == 1 - 2 * 0.5 + 0.5 * 9 + 3
     finally:
         pool.close()
+
+
+def test_feedback_comes_beside_the_points_and_stays_with_the_rollout(own: str, tmp_path: Path) -> None:
+    pool = RewardPool([f"{own}:told", "math", f"{own}:told_too"])
+    try:
+        scores = scores_of(pool, "seven", "long")
+    finally:
+        pool.close()
+    assert [score.feedback for score in scores] == ["seven \ufffd\n\nsecond", "xxxxxxxxx"]
+    assert scores[0].components == {"told": 0.5, "math": 0.0, "too": 0.0}
+    step = [group(*scores, Score(0.0))]
+    write_rollouts(tmp_path / "step.parquet", step)
+    (again,) = read_rollouts(tmp_path / "step.parquet")
+    assert [t.feedback for t in again.trajectories] == ["seven \ufffd\n\nsecond", "xxxxxxxxx", ""]
+    shown = [completion_text(c) for c in read_training(tmp_path / "step.parquet", 1)]
+    assert [text.rpartition("\nfeedback: ")[2] for text in shown[:2]] == [
+        "seven \ufffd\n\nsecond\n",
+        "xxxxxxxxx\n",
+    ]
+    assert "feedback" not in shown[2]
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("told", r"told returned 3 as 'feedback', which must be a text \(prompt t/1\)"),
+        ("only_told", "no finite number|returned .*nothing else"),
+    ],
+)
+def test_a_feedback_that_is_no_text_or_stands_alone_is_refused(own: str, function: str, reason: str) -> None:
+    pool = RewardPool([f"{own}:{function}"])
+    try:
+        with pytest.raises(RunFailed, match=reason):
+            scores_of(pool, "7", "number")
+    finally:
+        pool.close()
+
+
+def test_a_run_without_feedback_to_show_is_refused_or_warned_of(own: str, tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    write_data(tmp_path / "data", 4)
+    config = TrainConfig.model_validate(
+        {
+            "model": {"name": str(tmp_path / "model")},
+            "data": {"path": str(tmp_path / "data")},
+            "algorithm": {"name": "sdpo", "teacher_sees_feedback": True},
+            "reward": {"functions": ["gsm8k", "format"]},
+        }
+    )
+    with pytest.raises(ConfigError, match=r"teacher_sees_feedback shows .* gsm8k and format returns none"):
+        plan_run(config, RunDir(tmp_path / "run"))
+    (note,) = check_calls([f"{own}:length"], config, [prompt()], {})
+    assert "no reward returned a feedback" in str(note)
+    assert check_calls([f"{own}:told_too"], config, [prompt()], {}) == []
+    column = AlgorithmConfig(name="opsd", teacher_column="hint")
+    with pytest.raises(DataError, match="has no text in the column 'hint'"):
+        plan_run(config.model_copy(update={"algorithm": column}), RunDir(tmp_path / "run"))
 
 
 @pytest.mark.parametrize(
@@ -217,6 +287,7 @@ def group(*scores: Score) -> Group:
                 calls=(Call(prompt_token_ids=[1], completion_token_ids=[2], sampling_logprobs=[-1.0]),),
                 reward=score.reward,
                 components=score.components,
+                feedback=score.feedback,
             )
             for score in scores
         ),

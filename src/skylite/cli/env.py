@@ -210,7 +210,8 @@ def _outcome(trajectory: Trajectory | None) -> Any:
     if trajectory is None:
         return None
     calls = [(s.prompt_token_ids, s.completion_token_ids) for s in trajectory.calls]
-    return trajectory.reward, dict(trajectory.components), trajectory.turn_rewards, trajectory.end, calls
+    scores = trajectory.reward, dict(trajectory.components), trajectory.turn_rewards, trajectory.feedback
+    return scores, trajectory.end, calls
 
 
 def _facts(played: Played) -> dict[str, Any]:
@@ -222,6 +223,7 @@ def _facts(played: Played) -> dict[str, Any]:
                 "prompt": c.end.task_id,
                 "reward": c.trajectory.reward,
                 "components": dict(c.trajectory.components),
+                "feedback": c.trajectory.feedback,
                 "end": c.trajectory.end,
                 "turns": len(c.trajectory.calls),
                 "sampled_tokens": c.trajectory.num_tokens,
@@ -257,4 +259,5 @@ def _episode_text(found: Checked) -> str:
         f"{trajectory.num_tokens} sampled tokens, {end.seconds:.2f} s, end: {trajectory.end}"
         f"{'' if found.is_repeated else ', NOT the same with the same seed'}"
     )
-    return f"{plain(head)}\n{plain_lines(found.conversation)}"
+    feedback = f"\nfeedback: {trajectory.feedback}" if trajectory.feedback else ""
+    return f"{plain(head)}\n{plain_lines(found.conversation + feedback)}"

@@ -72,7 +72,8 @@ def completion_text(c: Completion) -> str:
     limit = "" if c.end == "stop" else f" by the limit of {c.end}"
     cut = f", truncated{limit}" if c.is_truncated else ""
     head = f"--- {where}  {c.prompt_id}  reward {c.reward:g}{parts}{count}  {c.tokens} tokens{cut}"
-    return "\n".join([head, f"question: {c.question}", f"answer: {c.answer}", c.text, ""])
+    feedback = [f"feedback: {c.feedback}"] if c.feedback else []
+    return "\n".join([head, f"question: {c.question}", f"answer: {c.answer}", c.text, *feedback, ""])
 
 
 def _read(facts: RunFacts, steps: Sequence[int], *, held_out: bool, every_step: bool) -> Iterator[Completion]:

@@ -137,6 +137,8 @@ OF_TEACHERS = [
     "teacher_column",
     "teacher_sees_success",
     "success_reward",
+    "teacher_sees_feedback",
+    "max_feedback_tokens",
     "teacher_prompt",
     "distill_coef",
     "reward_weight",
@@ -295,9 +297,15 @@ class AlgorithmConfig(Section):
     Without one, it does not teach this completion."""
     success_reward: float = 1.0
     """teacher_sees_success: the least reward of a completion that is shown."""
+    teacher_sees_feedback: bool = False
+    """The teacher of a completion also sees what the reward or the environment returned as `feedback` on it.
+    Without one, and without a column or a success to show, it does not teach this completion."""
+    max_feedback_tokens: int = Field(512, ge=1)
+    """teacher_sees_feedback: the most tokens of a completion's feedback. A longer one stops the run."""
     teacher_prompt: str | None = None
     """What the teacher's last user message says: {prompt} is the policy's, {context} what the teacher sees
-    besides. none: the prompt, the context as a correct solution, and the request to answer."""
+    besides, with a blank line between its parts. none: the prompt, each part under a heading, and the request
+    to answer."""
     distill_coef: float = Field(1.0, gt=0)
     """A distillation's factor on log teacher - log policy, which is added to a token's advantage, or on the
     divergence, which is added to its loss."""
@@ -472,7 +480,7 @@ class AlgorithmConfig(Section):
     @property
     def shows_teacher_more(self) -> bool:
         """Whether the teacher has a prompt of its own."""
-        return self.teacher_column is not None or self.teacher_sees_success
+        return self.teacher_column is not None or self.teacher_sees_success or self.teacher_sees_feedback
 
     @property
     def learns_from_rewards(self) -> bool:

@@ -443,11 +443,6 @@ class TrainConfig(Section):
                 f"the server {algorithm.teacher} gives those of its model at temperature 1; use "
                 "rollout.temperature=1."
             )
-        if algorithm.shows_teacher_more and self.env.episode:
-            raise ValueError(
-                f"env.episode={self.env.episode} makes the prompts of its turns itself, so the teacher of "
-                f"algorithm.name={algorithm.name} cannot see more in them; use opd, or drop env.episode."
-            )
         if algorithm.teacher_sees_success and self.rollout.group_size < 2:
             raise ValueError(
                 "algorithm.teacher_sees_success shows another completion of the group, and "

@@ -39,7 +39,14 @@ from skylite.environments.episodes import BUILT_IN
 from skylite.errors import SkyliteError
 from skylite.processes.reaper import adopt_orphans, children, die_with_parent, kill_tree
 from skylite.untrusted_text import encodable_json, parse_json
-from skylite.user_functions import EPISODE, is_command, is_verifiers, load_function
+from skylite.user_functions import (
+    EPISODE,
+    FEEDBACK,
+    is_command,
+    is_verifiers,
+    load_function,
+    split_feedback,
+)
 
 FILE_BYTES = 1 << 30
 """Largest file that an episode may write. What it prints has no limit (`Printed`)."""
@@ -357,7 +364,7 @@ def _run_episode(episode: Episode, message: dict[str, Any], pipe: int, host: int
             tools.close_sandboxes()
     data = json.dumps(found).encode() + b"\n"
     if len(data) > RESULT_BYTES:
-        data = b'{"raised": "ValueError: the episode returned too many rewards to keep"}\n'
+        data = b'{"raised": "ValueError: the episode returned more than fits into 256 KiB"}\n'
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -386,9 +393,14 @@ def _call(episode: Episode, task: Task, endpoint: dict[str, str]) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """A reward as JSON: a number, a list of numbers, or a dict of them. Raises TypeError."""
+    """A reward as JSON: a number, a list of numbers, or a dict of them, which may have a feedback.
+
+    Raises TypeError or ValueError.
+    """
     if isinstance(value, dict):
-        return {str(name): _number(x) for name, x in value.items()}
+        numbers, feedback = split_feedback(value)
+        text = {FEEDBACK: feedback} if feedback else {}
+        return {str(name): _number(x) for name, x in numbers.items()} | text
     if isinstance(value, list | tuple):
         return [_number(x) for x in value]
     return _number(value)

@@ -21,6 +21,7 @@ from skylite.config.rollout import EnvConfig, weight_of
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.environments.chat import Endpoint, Task
+from skylite.environments.chat_request import ApiError
 from skylite.environments.episode_pool import (
     EpisodeFailed,
     EpisodePool,
@@ -32,6 +33,7 @@ from skylite.environments.openai_server import OpenAIServer
 from skylite.environments.parse_reply import tool_format
 from skylite.environments.renderer import Renderer
 from skylite.environments.source import (
+    EVAL_STEP,
     GroupRequest,
     OnGroup,
     Sampler,
@@ -39,11 +41,13 @@ from skylite.environments.source import (
     named_step,
     request_seed,
 )
-from skylite.environments.trajectory_log import TrajectoryLog
+from skylite.environments.teacher_prompts import contexts_of, taught, teacher_chat
+from skylite.environments.trajectory_log import AnsweredRequest, TrajectoryLog
 from skylite.errors import RunFailed
 from skylite.processes.child import Supervisor
 from skylite.processes.private_folders import temporary_folder
 from skylite.types import Group, Prompt, Score, Trajectory
+from skylite.user_functions import split_feedback
 
 logger = logging.getLogger(__name__)
 TRAJECTORY_SEEDS = 1 << 20
@@ -61,6 +65,7 @@ class Episodes:
     config: TrainConfig
     server: OpenAIServer
     pool: EpisodePool
+    tokenizer: ChatTokenizer
     judge: Judge | None = None
     _slots: asyncio.Semaphore = field(init=False)
     _noted: set[str] = field(default_factory=set)
@@ -97,17 +102,41 @@ class Episodes:
             for i in range(request.group_size)
         ]
         try:
-            group = Group(prompt=prompt, trajectories=tuple(await gather_or_cancel(tasks)))
-            return group if self.judge is None else await self.judge.judged(group, request, index)
+            sampled = await gather_or_cancel(tasks)
+            played = Group(prompt=prompt, trajectories=tuple(t for t, _ in sampled))
+            group = played if self.judge is None else await self.judge.judged(played, request, index)
+            if group is None or not self.config.algorithm.shows_teacher_more or request.step == EVAL_STEP:
+                return group
+            return await self._with_teacher_prompts(group, [first for _, first in sampled])
         except GroupDropped as error:
             logger.warning(
                 f"{named_step(request.step)}: the group of prompt {prompt.id} is left out: {error}"
             )
             return None
 
+    async def _with_teacher_prompts(self, group: Group, firsts: Sequence[AnsweredRequest]) -> Group:
+        """The group, each first request rendered again with what its teacher sees besides."""
+        algorithm = self.config.algorithm
+        contexts = await contexts_of(group, algorithm, self.tokenizer)
+
+        async def prompt(first: AnsweredRequest, context: str) -> Sequence[int]:
+            messages = teacher_chat(first.messages, context, algorithm)
+            arguments = {**self.config.data.template_args, **first.arguments}
+            try:
+                return (await self.server.renderer.prompt(messages, first.tools, arguments)).ids
+            except ApiError as error:
+                what = f"The teacher's prompt for {group.prompt.id} cannot be written: {error}"
+                raise RunFailed(what, "Correct the chat template, or use algorithm.name=opd.") from None
+
+        pairs = zip(firsts, contexts, strict=True)
+        rendered = [asyncio.create_task(prompt(*pair)) for pair in pairs if pair[1]]
+        ids = iter(await gather_or_cancel(rendered))
+        return taught(group, [next(ids) if context else () for context in contexts])
+
     async def _trajectory(
         self, request: GroupRequest, engine: Sampler, prompt: Prompt, seed: int, number: int
-    ) -> Trajectory:
+    ) -> tuple[Trajectory, AnsweredRequest]:
+        """The trajectory and its first call."""
         log = TrajectoryLog(
             name=f"prompt {prompt.id}, trajectory {number}",
             model=request.model,
@@ -127,13 +156,15 @@ class Episodes:
             score = read_reward(value, self.config.env, len(log.calls))
         except ValueError as error:
             raise self._failed(log, str(error)) from None
-        return Trajectory(
+        trajectory = Trajectory(
             calls=tuple(answered.call for answered in log.calls),
             reward=score.reward,
             components=score.components,
+            feedback=score.feedback,
             turn_rewards=score.turns,
             end=log.end,
         )
+        return trajectory, log.calls[0]
 
     async def _run(self, log: TrajectoryLog, prompt: Prompt) -> Any:
         """What the episode returned; env.limit_reward if a limit ended it first."""
@@ -194,10 +225,12 @@ def task_of(prompt: Prompt, seed: int) -> Task:
 def read_reward(value: Any, config: EnvConfig, num_turns: int) -> Score:
     """A number, named components (weighted by env.weights), or one number a turn. Raises ValueError."""
     if isinstance(value, dict):
-        if not value:
+        numbers, feedback = split_feedback(value)
+        if not numbers:
             raise ValueError("returned no component of a reward")
-        components = {name: _number(x) for name, x in value.items()}
-        return Score(sum(weight_of(n, config.weights) * x for n, x in components.items()), components)
+        components = {name: _number(x) for name, x in numbers.items()}
+        reward = sum(weight_of(n, config.weights) * x for n, x in components.items())
+        return Score(reward, components, feedback=feedback)
     if isinstance(value, list):
         if len(value) != num_turns:
             raise ValueError(f"returned {len(value)} rewards for {num_turns} turns")
@@ -249,4 +282,4 @@ async def episodes_running(
         pool = await stack.enter_async_context(
             running_episodes(spec, programs.get(spec), folder, logs, supervisor)
         )
-        yield Episodes(config, server, pool, judge)
+        yield Episodes(config, server, pool, tokenizer, judge)

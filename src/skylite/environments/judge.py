@@ -29,7 +29,7 @@ from skylite.environments.source import EVAL_STEP, GroupRequest, Sampler, gather
 from skylite.errors import DataError, RunFailed, convert_os_errors
 from skylite.rewards.judge_question import Question, question_about
 from skylite.run.files import append_line
-from skylite.types import Group, Prompt, Trajectory, transcript
+from skylite.types import Group, Prompt, Trajectory
 from skylite.untrusted_files import read_bytes
 from skylite.untrusted_text import parse_json, plain
 
@@ -156,8 +156,7 @@ class Judge:
 
     def _text(self, trajectory: Trajectory) -> str:
         """What the judge reads: without the rewards of turns, which would tell it the environment's view."""
-        calls = trajectory.calls
-        text = transcript([call.text for call in calls], [call.observed for call in calls])
+        text = trajectory.text_without_rewards
         return text if self.config.env.episode else self.config.reward.prefill + text
 
     async def _vote(

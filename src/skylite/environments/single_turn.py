@@ -71,6 +71,9 @@ class SingleTurn:
                 group: Group | None = await self._group(request, index, prompt, ids)
                 if group is not None and self.judge is not None:
                     group = await self.judge.judged(group, request, index)
+                algorithm = self.config.algorithm
+                if group is not None and algorithm.shows_teacher_more and request.step != EVAL_STEP:
+                    group = await with_teacher_prompts(group, algorithm, self.tokenizer)
             on_group(group)
             return group
 
@@ -111,13 +114,12 @@ class SingleTurn:
             request.model, encoded, request.group_size, sampling, request.version
         )
         scores = await self.scorer.score([(prompt, call.text) for call in calls])
-        if self.config.algorithm.shows_teacher_more and request.step != EVAL_STEP:
-            calls = await with_teacher_prompts(prompt, calls, scores, self.config.algorithm, self.tokenizer)
         trajectories = [
             Trajectory(
                 calls=(call,),
                 reward=score.reward,
                 components=score.components,
+                feedback=score.feedback,
                 penalty=overlong_penalty(
                     len(call.completion_token_ids),
                     max_completion_tokens=rollout.max_completion_tokens,

@@ -8,48 +8,95 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
-from skylite.errors import DataError
-from skylite.types import Call, Message, Prompt, Score
+from skylite.errors import DataError, RunFailed
+from skylite.types import Group, Prompt, Trajectory
 
-TEACHER_PROMPT = "{prompt}\n\nA correct solution, for you alone:\n\n{context}\n\nNow answer the question."
-"""algorithm.teacher_prompt, if it is not set."""
+TEACHER_PROMPT = "{prompt}\n\n{context}\n\nNow answer the question."
+"""algorithm.teacher_prompt, if it is not set. Then each part of the context has its heading."""
+SOLUTION = "A correct solution, for you alone:\n\n"
+SAID = "Feedback on an earlier answer of yours:\n\n"
 ANSWER = "answer"
 """The name of `Prompt.answer` as a column."""
 
 
-async def with_teacher_prompts(
-    prompt: Prompt,
-    calls: Sequence[Call],
-    scores: Sequence[Score],
-    algorithm: AlgorithmConfig,
-    tokenizer: ChatTokenizer,
-) -> list[Call]:
-    """The calls of a group, each with what the teacher reads before it. Without success to show: nothing."""
-    contexts = contexts_of(prompt, [call.text for call in calls], scores, algorithm)
+async def with_teacher_prompts(group: Group, algorithm: AlgorithmConfig, tokenizer: ChatTokenizer) -> Group:
+    """The group, each completion with what its teacher reads before it: nothing where it does not teach.
+
+    Raises RunFailed for a feedback over algorithm.max_feedback_tokens.
+    """
+    contexts = await contexts_of(group, algorithm, tokenizer)
     different = [text for text in dict.fromkeys(contexts) if text]
-    chats = [teacher_chat(prompt, text, algorithm) for text in different]
+    chats: list[Any] = [teacher_chat(group.prompt.messages, text, algorithm) for text in different]
     encoded = await asyncio.to_thread(tokenizer.encode_chats, chats) if chats else []
     ids = {"": list[int](), **dict(zip(different, encoded, strict=True))}
+    return taught(group, [ids[text] for text in contexts])
+
+
+def taught(group: Group, prompts: Sequence[Sequence[int]]) -> Group:
+    """The group with these token ids [G] for its teachers, empty where one does not teach.
+
+    A later call of an episode continues the teacher's prompt as it continues the policy's first one. A call
+    with another beginning has no teacher.
+    """
+
+    def with_prompt(trajectory: Trajectory, ids: Sequence[int]) -> Trajectory:
+        own = trajectory.calls[0].prompt_token_ids
+        calls = tuple(
+            replace(call, teacher_prompt_token_ids=[*ids, *call.prompt_token_ids[len(own) :]])
+            if ids and call.prompt_token_ids[: len(own)] == own
+            else call
+            for call in trajectory.calls
+        )
+        return replace(trajectory, calls=calls)
+
+    pairs = zip(group.trajectories, prompts, strict=True)
+    return replace(group, trajectories=tuple(with_prompt(t, ids) for t, ids in pairs))
+
+
+async def contexts_of(group: Group, algorithm: AlgorithmConfig, tokenizer: ChatTokenizer) -> list[str]:
+    """[G] what the teacher of each completion sees beside the prompt; empty: it does not teach it."""
+    trajectories, column = group.trajectories, column_text(group.prompt, algorithm.teacher_column)
+    right = [
+        i
+        for i, t in enumerate(trajectories)
+        if algorithm.teacher_sees_success and t.reward >= algorithm.success_reward
+    ]
+    shown = [next((j for j in right if j != i), None) for i in range(len(trajectories))]
+    successes = ["" if j is None else trajectories[j].text_without_rewards for j in shown]
+    feedbacks = [t.feedback if algorithm.teacher_sees_feedback else "" for t in trajectories]
+    await _require_short(group.prompt, feedbacks, algorithm, tokenizer)
     return [
-        replace(call, teacher_prompt_token_ids=ids[text]) for call, text in zip(calls, contexts, strict=True)
+        context_of("\n\n".join(filter(None, [column, success])), feedback, algorithm)
+        for success, feedback in zip(successes, feedbacks, strict=True)
     ]
 
 
-def contexts_of(
-    prompt: Prompt, texts: Sequence[str], scores: Sequence[Score], algorithm: AlgorithmConfig
-) -> list[str]:
-    """[G] what the teacher of each completion sees beside the prompt; empty: it does not teach it."""
-    column = column_text(prompt, algorithm.teacher_column)
-    if not algorithm.teacher_sees_success:
-        return [column] * len(texts)
-    right = [i for i, score in enumerate(scores) if score.reward >= algorithm.success_reward]
-    shown = [next((texts[j] for j in right if j != i), "") for i in range(len(texts))]
-    return [f"{column}\n\n{text}" if column and text else column or text for text in shown]
+def context_of(solution: str, feedback: str, algorithm: AlgorithmConfig) -> str:
+    """{context} of the teacher's prompt. Empty without either."""
+    headings = (SOLUTION, SAID) if algorithm.teacher_prompt is None else ("", "")
+    parts = zip(headings, (solution, feedback), strict=True)
+    return "\n\n".join(heading + text for heading, text in parts if text)
+
+
+async def _require_short(
+    prompt: Prompt, feedbacks: Sequence[str], algorithm: AlgorithmConfig, tokenizer: ChatTokenizer
+) -> None:
+    """Raise RunFailed for a feedback over the limit, which the plan has found room for."""
+    limit = algorithm.max_feedback_tokens
+    doubtful = [text for text in dict.fromkeys(feedbacks) if len(text.encode()) > limit]
+    encoded = await asyncio.to_thread(tokenizer.encode_texts, doubtful) if doubtful else []
+    if (longest := max(map(len, encoded), default=0)) > limit:
+        raise RunFailed(
+            f"The feedback on a completion of prompt {prompt.id} has {longest:,} tokens, over "
+            f"algorithm.max_feedback_tokens={limit}.",
+            "Return the part of it that teaches most, or raise the setting, which --resume allows.",
+        )
 
 
 def column_text(prompt: Prompt, column: str | None) -> str:
@@ -66,10 +113,14 @@ def column_text(prompt: Prompt, column: str | None) -> str:
     return value
 
 
-def teacher_chat(prompt: Prompt, context: str, algorithm: AlgorithmConfig) -> list[Message]:
-    """The prompt's turns, the last with the context."""
-    *before, last = prompt.messages
-    texts = {"prompt": last["content"], "context": context}
+def teacher_chat(
+    messages: Sequence[Mapping[str, Any]], context: str, algorithm: AlgorithmConfig
+) -> list[dict[str, Any]]:
+    """The prompt's turns, the last one of the user with the context."""
+    place = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=len(messages) - 1)
+    texts = {"prompt": messages[place]["content"], "context": context}
     form = algorithm.teacher_prompt or TEACHER_PROMPT
     content = re.sub(r"\{(prompt|context)\}", lambda found: texts[found[1]], form)
-    return [*before, Message(role=last["role"], content=content)]
+    return [
+        {**message, "content": content} if i == place else dict(message) for i, message in enumerate(messages)
+    ]

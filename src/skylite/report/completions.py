@@ -34,6 +34,7 @@ ROLLOUT_COLUMNS = {
     "has_turn_rewards": pa.bool_(),
     "reward": pa.float64(),
     "components": pa.map_(pa.string(), pa.float64()),
+    "feedback": pa.string(),
     "question": pa.string(),
     "completion": pa.string(),
     "observed": pa.string(),
@@ -69,6 +70,8 @@ class Completion:
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
     """Unweighted score of each reward function; empty for a held-out answer."""
+    feedback: str = ""
+    """What the reward functions or the environment said about it; empty for a held-out answer."""
     turn_rewards: tuple[float, ...] = ()
     """One for each turn; empty if the trajectory has a single reward."""
     end: str = "stop"
@@ -81,7 +84,7 @@ class Completion:
     @property
     def parts(self) -> tuple[str, ...]:
         """The texts that a search looks at."""
-        return (self.question, *self.turns, *self.observed)
+        return (self.question, *self.turns, *self.observed, self.feedback)
 
     @property
     def text(self) -> str:
@@ -96,7 +99,7 @@ class Filter:
     prompt: str | None = None
     """A prompt id, or parts of it between slashes: train/12 is not train/120."""
     contains: str | None = None
-    """A part of the question, of a reply, or of what an episode told the model."""
+    """A part of the question, of a reply, of what an episode told the model, or of the feedback."""
     min_reward: float = -math.inf
     max_reward: float = math.inf
     order: Order = "stored"
@@ -140,6 +143,7 @@ def read_training(path: Path, step: int) -> list[Completion]:
             observed=tuple(_text(row["observed"]) for row in calls),
             reward=_number(first["reward"]),
             components={name: _number(score) for name, score in first["components"] or ()},
+            feedback=_text(first["feedback"]),
             tokens=sum(map(len, sampled)),
             turn_rewards=tuple(_number(row["turn_reward"]) for row in calls)
             if first["has_turn_rewards"]

@@ -16,6 +16,7 @@ from skylite.errors import ConfigError, RunFailed
 from skylite.rewards.built_in import BUILT_IN, DEFAULTS, reference_completion
 from skylite.rewards.call_rewards import (
     Item,
+    Returned,
     RewardFunction,
     SignatureProblem,
     finite_scores,
@@ -116,7 +117,8 @@ def load_components(
 
 
 def score_components(components: Sequence[Component], items: Sequence[Item]) -> list[Score]:
-    """For each item the weighted sum, and each function's unweighted scores by name. NaN if a score is.
+    """For each item the weighted sum, each function's unweighted scores by name, and their feedback. NaN if a
+    score is.
 
     Raises RunFailed, which names function and prompt, if a function raises or does not return numbers, or if
     two return one name.
@@ -125,9 +127,9 @@ def score_components(components: Sequence[Component], items: Sequence[Item]) -> 
     return [_sum(item, components, row) for item, *row in zip(items, *columns, strict=True)]
 
 
-def _sum(item: Item, components: Sequence[Component], row: Sequence[Mapping[str, float]]) -> Score:
+def _sum(item: Item, components: Sequence[Component], row: Sequence[Returned]) -> Score:
     reward, named = 0.0, dict[str, float]()
-    for component, values in zip(components, row, strict=True):
+    for component, (values, _) in zip(components, row, strict=True):
         for name, value in values.items():
             if name in named or name in OTHER_METRICS:
                 raise RunFailed(
@@ -137,7 +139,8 @@ def _sum(item: Item, components: Sequence[Component], row: Sequence[Mapping[str,
                 )
             reward += component.weight * weight_of(name, component.by_name) * value
             named[name] = value
-    return Score(reward=reward, components=named)
+    feedback = "\n\n".join(text for _, text in row if text)
+    return Score(reward=reward, components=named, feedback=feedback)
 
 
 def component_names(specs: Sequence[str]) -> list[str]:

@@ -18,10 +18,12 @@ from typing import Any, ForwardRef, get_args, get_origin
 
 from skylite.errors import RunFailed, non_finite_reward
 from skylite.types import Prompt, is_number
-from skylite.user_functions import UserCodeFailed, user_code
+from skylite.user_functions import UserCodeFailed, split_feedback, user_code
 
 Item = tuple[Prompt, str]
 """A prompt and the text of one completion."""
+Returned = tuple[dict[str, float], str]
+"""The numbers that a function returned for a completion, by name, and its feedback."""
 BATCH_NAMES = {"prompt": "prompts", "completion": "completions"}
 """Names that differ in a batch; every other name stays, and its value becomes a list."""
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -174,15 +176,15 @@ def reward_function(function: Callable[..., Any]) -> RewardFunction:
 
 def score(name: str, reward: RewardFunction, items: Sequence[Item]) -> list[float]:
     """The rewards of completions; of named numbers the first. As for `named_scores`."""
-    return [next(iter(values.values())) for values in named_scores(name, reward, items)]
+    return [next(iter(values.values())) for values, _ in named_scores(name, reward, items)]
 
 
-def named_scores(name: str, reward: RewardFunction, items: Sequence[Item]) -> list[dict[str, float]]:
+def named_scores(name: str, reward: RewardFunction, items: Sequence[Item]) -> list[Returned]:
     """What completions earned: a number under the function's name, or the named numbers that it returned.
 
     They may be NaN or infinite: trainer/anomaly.py handles such a step. Raises RunFailed with the prompt's id
     if the function raises (SystemExit too), returns something else than a number or named numbers for each
-    completion, or asks for a column that the data does not have.
+    completion, or a feedback that is no text, or asks for a column that the data does not have.
     """
     if not items:
         return []
@@ -221,7 +223,7 @@ def finite_scores(name: str, reward: RewardFunction, items: Sequence[Item]) -> l
     return values
 
 
-def _score_one(name: str, reward: RewardFunction, item: Item, arguments: dict[str, Any]) -> dict[str, float]:
+def _score_one(name: str, reward: RewardFunction, item: Item, arguments: dict[str, Any]) -> Returned:
     with _blaming(name, item, signature=reward.signature):
         value = reward.function(**arguments)
     return _named(name, item, value)
@@ -264,7 +266,7 @@ def _await_all(
 
 def _score_batch(
     name: str, reward: RewardFunction, items: Sequence[Item], arguments: dict[str, Any]
-) -> list[dict[str, float]]:
+) -> list[Returned]:
     with _blaming(name, items[0], len(items), reward.signature):
         values = reward.function(**arguments)
         if reward.is_async:
@@ -281,10 +283,10 @@ def _score_batch(
     return [_named(name, item, value) for item, value in zip(items, rewards, strict=True)]
 
 
-def _named(name: str, item: Item, value: object) -> dict[str, float]:
+def _named(name: str, item: Item, value: object) -> Returned:
     """A number under the function's name, or the function's own names. Raises RunFailed."""
     if not isinstance(value, dict):
-        return {name: _number(name, item, value)}
+        return {name: _number(name, item, value)}, ""
     if "score" in value:
         raise RunFailed(
             f"The reward function {name} returned a dict with 'score' for prompt {item[0].id}: verl takes "
@@ -292,9 +294,16 @@ def _named(name: str, item: Item, value: object) -> dict[str, float]:
             "Return the number alone; or rename 'score', and let names that are only shown begin with "
             "metric/.",
         )
-    if not value or not all(isinstance(key, str) for key in value):
+    try:
+        numbers, feedback = split_feedback(value)
+    except ValueError as error:
+        raise RunFailed(
+            f"The reward function {name} {error} (prompt {item[0].id}).",
+            "Return an empty text where there is nothing to say.",
+        ) from None
+    if not numbers or not all(isinstance(key, str) for key in numbers):
         raise non_finite_reward(name, repr(value)[:200], item[0].id, item[1])
-    return {key: _number(f"{name} ({key})", item, number) for key, number in value.items()}
+    return {key: _number(f"{name} ({key})", item, number) for key, number in numbers.items()}, feedback
 
 
 def _number(name: str, item: Item, value: object) -> float:

@@ -65,7 +65,7 @@ from skylite.resources.gpu_memory_plan import (
 )
 from skylite.resources.gpu_placement import place
 from skylite.rollout.judge_check import check_judge
-from skylite.rollout.prompt_check import without
+from skylite.rollout.prompt_check import check_teacher_prompts, without
 from skylite.rollout.sources import ScoredData, Source, source_for
 from skylite.rollout.teacher_check import check_teacher_server
 from skylite.rollout.trusted_programs import (
@@ -149,6 +149,7 @@ def plan_run(
         prompt_notes += source.check_completions(scored, info, tokenizer, train)
         config, teacher_notes = check_teacher_server(config, tokenizer, train)
         train, held_out = without(train, dropped), without(held_out, dropped)
+        check_teacher_prompts(tokenizer, config, model.path, train)
         template = keep_clock(template, tokenizer)
     config, length_note = epochs_to_steps(config, len(train))
     notes = notes_of(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer, too_long
 from skylite.engine.model_limits import context_length
-from skylite.environments.teacher_prompts import column_text, teacher_chat
+from skylite.environments.teacher_prompts import column_text, context_of, teacher_chat
 from skylite.errors import DataError, ModelError
 from skylite.notes import Note, notes_of
 from skylite.types import Group, Message, Prompt
@@ -37,7 +38,7 @@ def check_teacher_prompts(
     tokenizer: ChatTokenizer, config: TrainConfig, model_path: Path, train: Sequence[Prompt]
 ) -> None:
     """Raise DataError if a teacher with prompts of its own cannot read them, or not in full."""
-    algorithm, rollout = config.algorithm, config.rollout
+    algorithm = config.algorithm
     if not algorithm.shows_teacher_more:
         return
     if any(prompt.images for prompt in train):
@@ -48,11 +49,13 @@ def check_teacher_prompts(
     needed, context = longest_teacher_sequence(tokenizer, config, train), context_length(model_path)
     completions = 2 if algorithm.teacher_sees_success else 1
     if context is not None and needed > context:
+        limit = f", a feedback of algorithm.max_feedback_tokens={algorithm.max_feedback_tokens}"
+        feedback = limit if algorithm.teacher_sees_feedback else ""
         raise DataError(
-            f"The teacher's longest prompt and {completions} completions of "
-            f"rollout.max_completion_tokens={rollout.max_completion_tokens} have {needed:,} tokens, and "
-            f"{model_path.name} was made for {context:,}.",
-            "Shorten the texts of algorithm.teacher_column, or lower rollout.max_completion_tokens.",
+            f"The teacher's longest prompt{feedback} and {completions} completions of "
+            f"{config.source.shorter}={_longest_completion(config)} have {needed:,} tokens, and {model_path.name} was made for "
+            f"{context:,}.",
+            f"Lower {config.source.shorter}, or shorten what the teacher sees.",
         )
 
 
@@ -61,11 +64,19 @@ def longest_teacher_sequence(tokenizer: ChatTokenizer, config: TrainConfig, trai
     algorithm = config.algorithm
     if not algorithm.shows_teacher_more:
         return config.max_sequence_tokens
-    chats = [teacher_chat(p, column_text(p, algorithm.teacher_column), algorithm) for p in train]
+    said = "." if algorithm.teacher_sees_feedback else ""
+    contexts = [context_of(column_text(p, algorithm.teacher_column), said, algorithm) for p in train]
+    chats = [teacher_chat(p.messages, text, algorithm) for p, text in zip(train, contexts, strict=True)]
     longest = sorted(chats, key=lambda chat: -sum(len(m["content"].encode()) for m in chat))
-    tokens = max(map(len, tokenizer.encode_chats(longest[:LONGEST_TEACHER_PROMPTS])))
+    encoded: list[Any] = longest[:LONGEST_TEACHER_PROMPTS]
+    tokens = max(map(len, tokenizer.encode_chats(encoded)))
     completions = 2 if algorithm.teacher_sees_success else 1
-    return tokens + completions * config.rollout.max_completion_tokens
+    of_feedback = algorithm.max_feedback_tokens if said else 0
+    return tokens + of_feedback + completions * _longest_completion(config)
+
+
+def _longest_completion(config: TrainConfig) -> int:
+    return config.source.max_completion_tokens or config.max_sequence_tokens
 
 
 def overlong_prompts(

@@ -282,7 +282,7 @@ SAFE_CHANGES = (
     "algorithm.teacher_key_env",
     "trainer.step_timeout_s", "trainer.max_restarts",
     "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
-    "data.path", "trainer.offload",
+    "data.path", "trainer.offload", "algorithm.max_feedback_tokens",
 )  # fmt: skip
 """Sections and fields that do not change any result. data.path: the file is compared by its hash.
 reward.judge: how a question gets its answer, not what it is.

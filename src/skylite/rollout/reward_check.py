@@ -14,7 +14,7 @@ from skylite.config.rollout import RewardConfig
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo
 from skylite.errors import ConfigError, RunFailed
-from skylite.notes import Note, warning
+from skylite.notes import Note, notes_of, warning
 from skylite.rewards import Component
 from skylite.rewards.built_in import BUILT_IN, needs_answer, reference_completion, without_extraction
 from skylite.rewards.call_rewards import Item
@@ -25,6 +25,10 @@ from skylite.types import Prompt, Score, is_number
 PROMPTS = 2
 WRONG = ("", "I do not know.", "<think>", "12345")
 """Completions of a model that has learned nothing."""
+NO_FEEDBACK = (
+    "no reward returned a feedback on a wrong or a right completion, so algorithm.teacher_sees_feedback may "
+    'have nothing to show: return it beside the points, as {"points": 0.0, "feedback": "..."}'
+)
 
 
 def check_calls(
@@ -33,15 +37,15 @@ def check_calls(
     train: Sequence[Prompt],
     programs: Mapping[str, str],
     template: str = "",
-) -> None:
+) -> list[Note]:
     """Raise ConfigError if a user's reward raises or gives no number. Not finite ones may be skipped
-    (anomaly.action). `template`: the form of a right completion that `prepare` found.
+    (anomaly.action). `template`: the form of a right completion that `prepare` found. Returns warnings.
 
     Called in a worker process, as in a run.
     """
     own = [spec for spec in rewards if spec not in BUILT_IN]
     if not own:
-        return
+        return []
     prompts = train[:PROMPTS]
     items = [
         (prompt, completion)
@@ -49,8 +53,10 @@ def check_calls(
         for completion in (*WRONG, fill(template or ANSWER, prompt.answer))
     ]
     scores = _score(own, config.reward, programs, items, config.reward.prefill)
+    wants_feedback = config.algorithm.teacher_sees_feedback and not any(score.feedback for score in scores)
+    notes = notes_of(warning(NO_FEEDBACK) if wants_feedback else None)
     if config.anomaly.action == "skip":
-        return
+        return notes
     for (prompt, completion), score in zip(items, scores, strict=True):
         for name, value in score.components.items():
             if not is_number(value):
@@ -59,6 +65,7 @@ def check_calls(
                     f"{prompt.id}.",
                     "A reward must return a finite number for every completion, also an empty one.",
                 )
+    return notes
 
 
 def blind_rewards(

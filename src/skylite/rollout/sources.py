@@ -37,7 +37,6 @@ from skylite.rewards.call_rewards import named_scores
 from skylite.rewards.worker_pool import RewardPool
 from skylite.rollout.prompt_check import (
     check_prompts,
-    check_teacher_prompts,
     opened_tag,
     overlong_prompts,
     require_chats,
@@ -150,15 +149,21 @@ class SingleTurnSource(Source):
     def check_rewards(self, scored: ScoredData, info: PromptFileInfo, train: Sequence[Prompt]) -> list[Note]:
         config, rewards, programs = scored.config, scored.code_rewards, scored.programs
         code = config.reward.code
+        if config.algorithm.teacher_sees_feedback and BUILT_IN.keys() >= set(rewards):
+            raise ConfigError(
+                f"algorithm.teacher_sees_feedback shows what a reward returns as feedback, and "
+                f"{' and '.join(scored.rewards)} returns none.",
+                "Name a FILE.py:function that does with --reward, or leave the setting out.",
+            )
         with printed_lines(log_printed):
             components = load_components(rewards, code.weights, train[0], programs, code)
             notes = check_references(code, info, train, components, programs)
-            check_calls(rewards, config, train, programs, info.answer_template)
+            notes += check_calls(rewards, config, train, programs, info.answer_template)
             names = [
                 name
                 for spec, c in zip(rewards, components, strict=True)
                 for name in (
-                    [c.name] if spec in BUILT_IN else named_scores(c.name, c.function, [(train[0], "")])[0]
+                    [c.name] if spec in BUILT_IN else named_scores(c.name, c.function, [(train[0], "")])[0][0]
                 )
             ]
             names += [JUDGE] * (JUDGE in scored.rewards)
@@ -175,7 +180,6 @@ class SingleTurnSource(Source):
     ) -> tuple[list[str], list[Note]]:
         check_images(model_path, [*train, *held_out])
         require_chats(tokenizer, model_path, [*train, *held_out])
-        check_teacher_prompts(tokenizer, config, model_path, train)
         return check_prompts(tokenizer, config, train, held_out)
 
     def check_completions(

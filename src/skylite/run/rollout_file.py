@@ -64,6 +64,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("finish_reason", pa.string()),
         ("reward", pa.float64()),
         ("penalty", pa.float64()),
+        ("feedback", pa.string()),
         ("end", pa.string()),
         # The reward of this turn; all are 0 and has_turn_rewards is false if there is one reward only.
         ("turn_reward", pa.float64()),
@@ -75,7 +76,7 @@ ROLLOUT_SCHEMA = pa.schema(
         ("answer", pa.string()),
     ]
 )
-TRAJECTORY_COLUMNS = ("reward", "penalty", "end", "has_turn_rewards")
+TRAJECTORY_COLUMNS = ("reward", "penalty", "feedback", "end", "has_turn_rewards")
 """Columns that must be equal in all rows of a trajectory."""
 NULLABLE = ("sampling_logprobs", "teacher_prompt", TEACHER_LOGPROBS)
 
@@ -255,6 +256,7 @@ def _texts_of(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                     "finish_reason": call.finish_reason,
                     "reward": trajectory.reward,
                     "penalty": trajectory.penalty,
+                    "feedback": trajectory.feedback,
                     "end": trajectory.end,
                     "turn_reward": trajectory.turn_rewards[turn] if trajectory.turn_rewards else 0.0,
                     "has_turn_rewards": bool(trajectory.turn_rewards),
@@ -287,6 +289,7 @@ def _trajectory(path: Path, rows: list[dict[str, Any]]) -> Trajectory:
         calls=tuple(_call(path, row) for row in rows),
         reward=first["reward"],
         penalty=first["penalty"],
+        feedback=first["feedback"],
         components=dict(first["components"]),
         end=first["end"],
         turn_rewards=tuple(row["turn_reward"] for row in rows) if first["has_turn_rewards"] else (),

@@ -140,7 +140,9 @@ def arrange(
     lengths = torch.tensor([[float(num_tokens(calls)) for calls in group] for group in groups])
     kept = algorithm.keep(rewards, torch.tensor([[t[0].is_truncated for t in g] for g in groups]))
     if algorithm.leaves_out_untaught:
-        kept &= torch.tensor([[t[0].teacher_prompt is not None for t in g] for g in groups])
+        kept &= torch.tensor(
+            [[all(call.teacher_prompt is not None for call in calls) for calls in g] for g in groups]
+        )
     components = components_of(groups, config) if algorithm.needs_components else None
     advantages = None if algorithm.penalises_kl else algorithm.credit(rewards, lengths, components)
     rows = _rows_of_updates(len(groups), num_updates or algorithm.updates_per_step)
