@@ -224,6 +224,29 @@ def test_data_without_reference_answers(here: Path, tiny_llama: Path) -> None:
     assert plan_eval(flags).data[0].reward == f"{here}/mine.py:judge"
 
 
+def test_data_without_a_reward_is_only_distilled_on(here: Path, tiny_llama: Path) -> None:
+    assert prepare("--reward", "none").code == 2, "answers or --no-answer"
+    done = prepare("--no-answer", "--reward", "none")
+    assert done.code == 0, done.output
+    assert "without a reward: train on it with --set algorithm.name=opd" in done.output
+    hint = ["algorithm.name=opsd", "algorithm.teacher_column=a"]
+    made = plan(tiny_llama, *hint, "eval.limit=2")
+    assert (made.rewards, list(made.held_out), made.config.eval.limit) == (("none",), [], 0)
+    assert "eval.limit=0: the reward none scores no held-out rows" in map(str, made.resolved.notes)
+    for settings, reason in (
+        ([], "algorithm.name=grpo learns from rewards"),
+        ([*hint, "algorithm.reward_weight=0.5"], "algorithm.name=opsd learns from rewards"),
+        ([*hint, 'reward.functions=["none", "gsm8k"]'], "is one of 2"),
+        (["algorithm.name=sdpo"], "teacher_sees_success shows what earned one"),
+        ([*hint, "checkpoint.keep_best=1", "eval.limit=2", "eval.every=1"], "keep_best=1 compares held-out"),
+    ):
+        with pytest.raises(ConfigError, match=f"The reward none gives no points, and .*{reason}"):
+            plan(tiny_llama, *settings)
+    flags = EvalFlags(base=True, model=str(tiny_llama), data=[Path("data")], provenance=NOTHING_TYPED)
+    with pytest.raises(ConfigError, match=r"data was prepared without a reward .*nothing says what is right"):
+        plan_eval(flags)
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

@@ -35,7 +35,7 @@ from skylite.hub.resolve import resolve_model
 from skylite.notes import Note, log_notes, notes_of, warning
 from skylite.progress_reporting import long_work
 from skylite.rewards import load_reward
-from skylite.rewards.built_in import BUILT_IN, without_extraction
+from skylite.rewards.built_in import BUILT_IN, NO_REWARD, without_extraction
 from skylite.rewards.call_rewards import RewardFunction, finite_scores
 from skylite.rewards.right_completion import PROBES, RightForm, form_of_scores
 from skylite.rollout.trusted_programs import remember
@@ -130,6 +130,8 @@ def _verdict(folder: Path, prompts: dict[str, list[Prompt]], examples: ExampleSe
         return f"wrote {folder}: {counts}; train on it with --env {shlex.quote(examples.reward)}"
     if examples.kind != "prompts":
         return f"wrote {folder}: {counts}; train on it with --set algorithm.name={ALGORITHMS[examples.kind]}"
+    if examples.reward == NO_REWARD:
+        return f"wrote {folder}: {counts}; without a reward: train on it with --set algorithm.name=opd"
     if examples.splits["train"][0].reference is None:
         return f"wrote {folder}: {counts}; the reward {examples.reward} uses no reference answers"
     best = "1.0" if examples.form is None or examples.form.best == 1.0 else examples.form.wanted()

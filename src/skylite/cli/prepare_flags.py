@@ -67,7 +67,8 @@ class PrepareFlags(Flags):
     pairs: Annotated[bool, Flag("--pairs", COLUMNS)] = False
     """Pairs of replies: chosen and rejected, with a prompt. For algorithm.name=dpo."""
     reward: Annotated[str | None, Flag("--reward", PROMPT)] = None
-    """gsm8k, math, ... or FILE.py:function. Your own data needs it. Default: what the data set defines."""
+    """gsm8k, math, ... or FILE.py:function; none, to distil only. Your own data needs it. Default: what the
+    data set defines."""
     settings: Annotated[list[str] | None, Flag("--set", PROMPT, metavar="A.B=VALUE")] = None
     """Setting of the reward, e.g. reward.answer_pattern=REGEX. Repeatable. Default: the reward's."""
     system: Annotated[str | None, Flag("--system", PROMPT)] = None

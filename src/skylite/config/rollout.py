@@ -151,7 +151,7 @@ class RewardConfig(RewardParameters):
     """Scoring completions."""
 
     functions: Annotated[list[str], Flag("--reward", WHAT, default="the data's")] = []
-    """gsm8k, math, countdown, exact_match, regex, format, length, reasoning-gym, judge, or your own as
+    """gsm8k, math, countdown, exact_match, regex, format, length, reasoning-gym, judge, none, or your own as
     FILE.py:function. The reward is their weighted sum. The first one decides what counts as right. Empty: the
     reward chosen at `skylite prepare`, with the settings given there."""
     weights: list[float] | dict[str, float] = []

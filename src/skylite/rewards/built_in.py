@@ -15,6 +15,8 @@ from skylite.rewards.text_rewards import ExactMatch, find_answer, format_reward,
 
 DEFAULTS = RewardParameters()
 Parameters = RewardParameters
+NO_REWARD = "none"
+"""The reward of data that is only distilled on: 0 for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,7 @@ BUILT_IN: dict[str, BuiltIn] = {
         needs_answer=False,
     ),
     "countdown": BuiltIn(function=lambda _: countdown, right=_in_tags),
+    NO_REWARD: BuiltIn(function=lambda _: lambda completion: 0.0, right=lambda *_: None, needs_answer=False),
     "reasoning-gym": BuiltIn(function=lambda _: reasoning_gym_reward(), right=_in_tags),
 }
 

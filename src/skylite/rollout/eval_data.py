@@ -20,6 +20,7 @@ from skylite.errors import ConfigError
 from skylite.evaluation.versions import ProblemSet
 from skylite.notes import log_notes
 from skylite.processes.child import Supervisor
+from skylite.rewards.built_in import NO_REWARD
 from skylite.rollout.plan import fit_difficulty
 from skylite.rollout.prompt_check import without
 from skylite.rollout.sources import ScoredData, source_for
@@ -85,6 +86,11 @@ def _read_one(name: str, path: Path, choice: DataChoice, config: TrainConfig) ->
         provenance=provenance,
         keep=keep,
     )
+    if scored.rewards[0] == NO_REWARD:
+        raise ConfigError(
+            f"{path} was prepared without a reward (--reward {NO_REWARD}), so nothing says what is right.",
+            "Prepare it with one, or name other data with --data.",
+        )
     allow_judge(scored.config, provenance)
     log_notes(scored.notes)
     return EvalData(name=name, path=path, prompts=prompts[: choice.limit], scored=scored)

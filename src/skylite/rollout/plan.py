@@ -66,6 +66,7 @@ from skylite.resources.gpu_memory_plan import (
 from skylite.resources.gpu_placement import place
 from skylite.rollout.judge_check import check_judge
 from skylite.rollout.prompt_check import check_teacher_prompts, without
+from skylite.rollout.reward_check import without_reward
 from skylite.rollout.sources import ScoredData, Source, source_for
 from skylite.rollout.teacher_check import check_teacher_server
 from skylite.rollout.trusted_programs import (
@@ -137,9 +138,9 @@ def plan_run(
     config, filter_note = without_foreign_filter(config, provenance)
     source = source_for(config)
     train, info, mixed = read_train(config)
-    held_out = held_out_prompts(config)
     template = replace(read_template(config.data), now=datetime.now().replace(microsecond=0))
     scored = plan_rewards(source, config, info, train, provenance)
+    held_out = held_out_prompts(scored.config)
     launcher = load_launcher(scored.config, scored.programs)
     config, device_notes = device_defaults(scored.config, choose_device())
     model = choose_model(config, launcher)
@@ -224,7 +225,9 @@ def plan_rewards(
         provenance=provenance,
         keep=config.reward.model_fields_set,
     )
-    notes = [*scored.notes, *source.check_rewards(scored, info, train)]
+    config, note = without_reward(scored.config, scored.rewards)
+    scored = replace(scored, config=config)
+    notes = [*notes_of(*scored.notes, note), *source.check_rewards(scored, info, train)]
     allow_judge(scored.config, provenance)
     allow_teacher(scored.config, provenance)
     notes += check_judge(scored.config, train)

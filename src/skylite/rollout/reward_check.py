@@ -16,7 +16,13 @@ from skylite.data.prompts import PromptFileInfo
 from skylite.errors import ConfigError, RunFailed
 from skylite.notes import Note, notes_of, warning
 from skylite.rewards import Component
-from skylite.rewards.built_in import BUILT_IN, needs_answer, reference_completion, without_extraction
+from skylite.rewards.built_in import (
+    BUILT_IN,
+    NO_REWARD,
+    needs_answer,
+    reference_completion,
+    without_extraction,
+)
 from skylite.rewards.call_rewards import Item
 from skylite.rewards.right_completion import ANSWER, USUAL_FORMS, fill, find_form, probe_rows
 from skylite.rewards.worker_pool import RewardPool
@@ -29,6 +35,32 @@ NO_FEEDBACK = (
     "no reward returned a feedback on a wrong or a right completion, so algorithm.teacher_sees_feedback may "
     'have nothing to show: return it beside the points, as {"points": 0.0, "feedback": "..."}'
 )
+
+
+def without_reward(config: TrainConfig, rewards: Sequence[str]) -> tuple[TrainConfig, str]:
+    """The settings of a run whose reward may be `none`: then without held-out scores, and a note on that.
+
+    Raises ConfigError if the run needs a reward.
+    """
+    if NO_REWARD not in rewards:
+        return config, ""
+    algorithm, keep = config.algorithm, config.checkpoint.keep_best
+    needs = {
+        f"is one of {len(rewards)}": len(rewards) > 1,
+        f"algorithm.name={algorithm.name} learns from rewards": algorithm.learns_from_rewards,
+        "algorithm.teacher_sees_success shows what earned one": algorithm.teacher_sees_success,
+        f"checkpoint.keep_best={keep} compares held-out scores": bool(keep),
+    }
+    if why := next((text for text, is_so in needs.items() if is_so), None):
+        raise ConfigError(
+            f"The reward {NO_REWARD} gives no points, and {why}.",
+            "Name another with --reward. Without one a run can only distil: algorithm.name=opd, opsd or "
+            "sdft, with algorithm.reward_weight=0.",
+        )
+    if not config.eval.limit:
+        return config, ""
+    update = {"eval": config.eval.model_copy(update={"limit": 0})}
+    return config.model_copy(update=update), f"eval.limit=0: the reward {NO_REWARD} scores no held-out rows"
 
 
 def check_calls(
