@@ -19,6 +19,8 @@ from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.interface import Sampling
+from skylite.environments.judge import Judge, JudgeAnswers
+from skylite.environments.judge_servers import HttpJudge
 from skylite.environments.single_turn import Scorer, SingleTurn
 from skylite.rollout.loop import run_steps
 from skylite.rollout.plan import RunPlan
@@ -81,8 +83,10 @@ class FakeEngine:
                 completion_token_ids=[7],
                 sampling_logprobs=[-0.5],
                 adapter_version=version,
+                text=f"{prompt.token_ids[0]}/{sampling.seed + i}",
             )
-        ] * n
+            for i in range(n)
+        ]
 
 
 class Half:
@@ -149,14 +153,19 @@ def run_of(
     resumed: bool = False,
     data: Mapping[str, Any] = MappingProxyType({}),
     teacher: Any = None,
+    reward: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[RunDir, FakeEngine, str]:
     """Run a simulated run to its end. Returns its folder, engine and log."""
-    plan = plan_of(root, staleness, num_steps, eval_every, first_step, resumed or first_step > 1, data)
-    engine = FakeEngine(sample_s, wrong_version)
+    resumed = resumed or first_step > 1
+    plan = plan_of(root, staleness, num_steps, eval_every, first_step, resumed, data, reward)
+    engine, settings = FakeEngine(sample_s, wrong_version), plan.config.reward.judge
+    answers = JudgeAnswers(plan.run.logs / "judge.jsonl")
+    judge = Judge(plan.config, HttpJudge(settings), answers) if plan.config.has_judge else None
     session = Session(
         plan=plan,
         engines=EnginePool([engine], 0.002),  # type: ignore[list-item]
-        source=SingleTurn(plan.config, NUMBERS, scorer or Half()),
+        source=SingleTurn(plan.config, NUMBERS, scorer or Half(), judge),
+        judge=judge,
         teacher=teacher,
         history=prompt_history(plan),
         progress=Progress(plan.run, num_steps, Screen(num_steps, Console(file=io.StringIO())), dict),
@@ -173,6 +182,8 @@ def run_of(
         finally:
             for task in (trainer, *ends):
                 task.cancel()
+            if judge is not None:
+                await judge.server.aclose()
 
     with logged_messages() as logged:
         asyncio.run(both())
@@ -187,6 +198,7 @@ def plan_of(
     first_step: int,
     resumed: bool,
     data: Mapping[str, Any] = MappingProxyType({}),
+    reward: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunPlan:
     """A plan with 14 prompts and 2 prompts x 2 completions a step, and the folders of its run."""
     run = RunDir(root)
@@ -194,7 +206,7 @@ def plan_of(
         folder.mkdir(parents=True, exist_ok=True)
     rollout = {"prompts_per_step": 2, "group_size": 2, "max_staleness": staleness}
     evals = {"every": eval_every, "limit": 2}
-    config = {"num_steps": num_steps, "rollout": rollout, "eval": evals, "data": dict(data)}
+    config = {"num_steps": num_steps, "rollout": rollout, "eval": evals, "data": dict(data), "reward": reward}
     return RunPlan(
         run=run,
         config=TrainConfig.model_validate(config),

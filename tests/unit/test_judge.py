@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
 from skylite.environments.judge import Judge, JudgeAnswers, judge_running, wins
 from skylite.environments.judge_servers import BaseJudge, HttpJudge
@@ -21,11 +25,16 @@ from skylite.environments.single_turn import SingleTurn, Unscored
 from skylite.environments.source import EVAL_STEP
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.rewards.judge_question import Question, question_about
+from skylite.rollout import loop
 from skylite.rollout.judge_check import check_judge
 from skylite.rollout.resume import check_changes
 from skylite.rollout.trusted_programs import allow_judge
+from skylite.run.metrics_file import read_metrics
+from skylite.run.rollout_file import read_rollouts, write_rollouts
+from skylite.run.run_dir import RunDir
 from skylite.types import Call, Group, Prompt, Trajectory
 from tests.fakes.judge_server import judge_server, nonce_of, points, shown
+from tests.forks import in_a_fork
 from tests.settings import typed
 from tests.tiny_models import CHAT_TEMPLATE
 from tests.unit.environment_cases import (
@@ -34,7 +43,9 @@ from tests.unit.environment_cases import (
     make_prompt,
     make_request,
     shared_tokenizer,
+    to_text,
 )
+from tests.unit.simulated_run import run_of
 
 TASK = make_prompt(1)
 
@@ -250,6 +261,26 @@ def test_pairs_give_the_share_of_wins(tmp_path: Path) -> None:
     assert wins(3, {(0, 1): (0.9, 0.1), (0, 2): None, (1, 2): None}) == [1.0, 0.0, None]
 
 
+def test_a_teacher_is_shown_what_the_judge_calls_a_success(tmp_path: Path) -> None:
+    config = config_of("http://unused", reward={"functions": ["judge"]}).model_copy(
+        update={"algorithm": AlgorithmConfig(name="sdpo", teacher_prompt="{prompt} / {context}")}
+    )
+    texts = iter(["a" * 10, "b"])
+
+    class Two(ScriptedEngine):
+        async def generate(self, *given: Any) -> list[Call]:
+            return [replace(group_of(text).trajectories[0].calls[0], text=text) for text in texts]
+
+    with judge_server(by_length) as stub:
+        judge = judge_of(config_of(stub.url, reward={"functions": ["judge"]}), tmp_path)
+        source = SingleTurn(config, shared_tokenizer(CHAT_TEMPLATE), Unscored(), judge)
+        (group,) = asyncio.run(source.sample([TASK], make_request(Two(), group_size=2)))
+    assert [t.reward for t in group.trajectories] == [1.0, 0.1]
+    prompts = [to_text(t.calls[0].teacher_prompt_token_ids) for t in group.trajectories]
+    assert prompts[0] == ""
+    assert "question 1 / aaaaaaaaaa<|im_end|>" in prompts[1]
+
+
 def test_an_episode_is_judged_by_its_transcript(tmp_path: Path) -> None:
     two_turns = """
         async def episode(task, chat):
@@ -369,6 +400,54 @@ def test_a_judge_that_dies_ends_the_step_and_a_second_start_asks_only_the_rest(t
         assert judge.step_metrics(1)["judge/cached"] == 6
         assert judged(judge_of(config_of(stub.url, model="other"), tmp_path), groups[0])
         assert len(stub.requests) == 9  # another judge
+
+
+def test_a_run_that_was_killed_learns_from_the_same_points_and_asks_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, list[float]] = {}
+
+    def by_vote(asked: str, _: int) -> str:
+        value = int(nonce_of(asked), 16) % 11  # another one for each vote
+        (text,) = shown(asked).values()
+        given.setdefault(text, []).append(value / 10)
+        return points(asked, [value])
+
+    def dies(path: Path, groups: Sequence[Group]) -> None:
+        if path.stem.endswith("2"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_rollouts(path, groups)
+
+    def run(root: Path, **more: Any) -> RunDir:
+        judge = {"url": stub.url, "model": "j", "votes": 2, "temperature": 0.7}
+        reward = {"functions": ["judge"], "judge": judge}
+        return run_of(root, 0, 3, sample_s=0.001, train_s=0.001, scorer=Unscored(), reward=reward, **more)[0]
+
+    def until_death() -> None:
+        run(tmp_path / "killed")
+
+    with judge_server(by_vote) as stub:
+        whole = run(tmp_path / "whole")
+        assert len(stub.requests) == 24  # 3 steps of 2 prompts x 2 completions, 2 votes on each
+        votes = dict(given)
+        monkeypatch.setattr(loop, "write_rollouts", dies)
+        assert in_a_fork(until_death, 60) == ""
+        assert len(stub.requests) == 24 + 16, "the second step was judged"
+        monkeypatch.undo()
+        killed = run(tmp_path / "killed", first_step=2)
+        assert len(stub.requests) == 24 + 24
+    for step in (1, 2, 3):
+        trajectories = [t for group in read_rollouts(whole.rollout_path(step)) for t in group.trajectories]
+        assert [t.reward for t in trajectories] == [statistics.fmean(votes[t.text]) for t in trajectories]
+        assert read_rollouts(killed.rollout_path(step)) == read_rollouts(whole.rollout_path(step))
+        spread = statistics.fmean(statistics.pstdev(votes[t.text]) for t in trajectories)
+        for run_dir, cached in ((whole, 0), (killed, 8 if step == 2 else 0)):
+            metrics = next(m for m in read_metrics(run_dir.metrics_path) if m["step"] == step)
+            assert metrics["reward/mean"] == pytest.approx(statistics.fmean(t.reward for t in trajectories))
+            assert metrics["judge/disagreement"] == pytest.approx(spread)
+            assert (metrics["judge/calls"], metrics["judge/cached"]) == (8 - cached, cached)
+            assert metrics["judge/prompt_tokens"] == 100 * (8 - cached)
+    assert spread > 0
 
 
 def test_a_judge_that_is_not_there_ends_in_words(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ def check_teacher_prompts(
         feedback = limit if algorithm.teacher_sees_feedback else ""
         raise DataError(
             f"The teacher's longest prompt{feedback} and {completions} completions of "
-            f"{config.source.shorter}={_longest_completion(config)} have {needed:,} tokens, and {model_path.name} was made for "
-            f"{context:,}.",
+            f"{config.source.shorter}={_longest_completion(config)} have {needed:,} tokens, and "
+            f"{model_path.name} was made for {context:,}.",
             f"Lower {config.source.shorter}, or shorten what the teacher sees.",
         )
 
