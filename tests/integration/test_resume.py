@@ -21,10 +21,12 @@ from tests.small_run import make_run, settings
 
 pytestmark = pytest.mark.dist
 STEPS = {step: random_samples(step) for step in (1, 2, 3, 4)}
+LEARNED = {"at_most": {"long": 0.02}, "limit_lr": 30.0, "entropy_target": 9.0}
+"""A limit whose weight grows, and a weight of the entropy that does."""
 CONFIG = settings(
     num_steps=4,
     optim={"schedule": "cosine", "warmup_steps": 1},
-    algorithm={"updates_per_step": 2},
+    algorithm={"updates_per_step": 2, **LEARNED},
     checkpoint={"every": 2},
     trainer={"deterministic": True},
 )
@@ -48,6 +50,12 @@ def resume_trainer(run: RunDir, num_ranks: int, at: int | None = None) -> int:
     return done
 
 
+def learned(run: RunDir) -> dict[str, float]:
+    """What the last checkpoint holds besides the adapter."""
+    found: dict[str, float] = run.read_json(run.checkpoint_path(4) / "state.json")["learned"]
+    return found
+
+
 def copy_of(straight: RunDir, root: Path) -> RunDir:
     """The run as if it had been made somewhere else."""
     shutil.copytree(straight.root, root)
@@ -68,6 +76,9 @@ def test_a_killed_run_resumes_bit_for_bit(straight: RunDir, tmp_path: Path, tiny
     for version in range(5):
         assert largest_difference(weights(run, version), weights(straight, version)) == 0.0, version
     verify_checkpoint(run.checkpoint_path(4))
+    assert learned(run) == learned(straight)
+    assert learned(run).keys() == {"limit_weight/at_most/long", "policy/entropy", "policy/entropy_coef"}
+    assert min(learned(run).values()) > 0
     tensors = [path.name for path in sorted(straight.checkpoint_path(4).glob("*.safetensors"))]
     assert len(tensors) == len(("weights", "exp_avg", "exp_avg_sq"))
     for name in tensors:
@@ -86,6 +97,7 @@ def test_a_run_of_one_rank_resumes_on_two_and_a_run_of_two_on_one(straight: RunD
     moved = largest_difference(weights(straight, 4), weights(straight, 2))
     assert largest_difference(weights(run, 4), weights(straight, 4)) < 1e-3 * moved
     assert state["optimizer_updates"] == {"policy": 8}
+    assert learned(run) == pytest.approx(learned(straight), rel=1e-4)
     made_by_two = (run.default_adapters / "policy-v000004" / "manifest.json").stat().st_ino
     assert resume_trainer(run, 1, at=4) == 4
     # Publishing an existing version again keeps it if it is equal, and raises SyncFailed if not.

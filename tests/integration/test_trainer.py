@@ -36,18 +36,21 @@ from tests.small_run import make_run, settings
 
 pytestmark = pytest.mark.dist
 STEPS = {step: random_samples(step) for step in (1, 2, 3)}
+LEARNED = {"at_most": {"long": 0.02}, "at_least": {"right": 0.5}, "limit_lr": 30.0, "entropy_target": 9.0}
+"""Limits whose weights grow, and a weight of the entropy that does."""
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> RunDir:
     """Three steps in one process: what the others are compared with."""
-    run = make_run(tmp_path_factory.mktemp("straight"), tiny_llama, settings(checkpoint={"every": 2}), STEPS)
+    config = settings(checkpoint={"every": 2}, algorithm=LEARNED)
+    run = make_run(tmp_path_factory.mktemp("straight"), tiny_llama, config, STEPS)
     finish(run, 1)
     return run
 
 
 def test_two_ranks_give_the_update_of_one(straight: RunDir, tmp_path: Path, tiny_llama: Path) -> None:
-    run = make_run(tmp_path / "two", tiny_llama, settings(), STEPS)
+    run = make_run(tmp_path / "two", tiny_llama, settings(algorithm=LEARNED), STEPS)
     finish(run, 2)
     assert largest_difference(weights(run, 0), weights(straight, 0)) == 0.0
     moved = largest_difference(weights(straight, 3), weights(straight, 0))
@@ -59,7 +62,11 @@ def test_two_ranks_give_the_update_of_one(straight: RunDir, tmp_path: Path, tiny
         "policy/entropy",
         "mismatch/logprob_diff_max",
         "tokens/completion",
+        "limit_weight/at_most/long",
+        "limit_weight/at_least/right",
+        "policy/entropy_coef",
     ):
+        assert one[key] != 0, key
         assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
 
 
