@@ -112,6 +112,8 @@ def test_threads_are_bound_to_the_cores_of_this_process() -> None:
         assert LAUNCHER.environment(SPEC)["VLLM_CPU_OMP_THREADS_BIND"] == str(min(allowed))
     finally:
         os.sched_setaffinity(0, allowed)
+    first = dataclasses.replace(SPEC, cpu_cores=1)
+    assert LAUNCHER.environment(first)["VLLM_CPU_OMP_THREADS_BIND"] == str(min(allowed))
 
 
 def test_experts_are_served_in_the_form_that_peft_writes() -> None:

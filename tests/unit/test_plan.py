@@ -10,6 +10,7 @@ import pytest
 from skylite.config.loading import read_run_config
 from skylite.config.train import TrainConfig
 from skylite.data.prompts import PromptFileInfo, write_rows
+from skylite.engine.start_engines import cores_beside_trainer
 from skylite.errors import ConfigError
 from skylite.notes import warning
 from skylite.processes import hardware
@@ -140,6 +141,21 @@ def test_threads_follow_the_cores_that_a_container_may_use(
         trainer(num_ranks=ranks, deterministic=True, tokens_per_micro_batch=64), "cpu"
     )
     assert chosen.trainer.num_threads == threads
+
+
+@pytest.mark.parametrize(("ranks", "threads", "engine"), [(1, 3, 3), (2, 1, 4), (6, 1, 1)])
+def test_trainer_and_engine_of_a_sweep_on_a_cpu_share_the_cores(
+    ranks: int, threads: int, engine: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text("600000 100000")
+    monkeypatch.setattr(hardware, "CGROUP_CPU", tmp_path / "cpu.max")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)))
+    alone = trainer(num_ranks=ranks, tokens_per_micro_batch=64)
+    sweep = alone.model_copy(update={"engine": alone.engine.model_copy(update={"policies": 2})})
+    chosen, _ = device_defaults(sweep, "cpu")
+    assert (chosen.trainer.num_threads, cores_beside_trainer(chosen)) == (threads, engine)
+    assert cores_beside_trainer(device_defaults(alone, "cpu")[0]) is None
+    assert device_defaults(sweep, "cuda")[0].trainer.num_threads is None
 
 
 @pytest.mark.usefixtures("machine")

@@ -86,6 +86,8 @@ class EngineSpec:
     """GPU only. An engine starts only if this share of the GPU is free, even with kv_cache_bytes."""
     kv_cache_bytes: int | None = None
     """GPU only, on each GPU. None: what the engine finds free within gpu_memory_utilization at its start."""
+    cpu_cores: int | None = None
+    """CPU only: how many it computes on. None: all."""
     cpu_lora: CpuLora
     """CPU only: how LoRA is computed, see EngineConfig.cpu_lora."""
     seed: int

@@ -22,7 +22,7 @@ from skylite.engine.tensor_parallel import SETTING, check_divisible, check_machi
 from skylite.engine.watchdog import RestartPolicy, Watchdog
 from skylite.processes.child import Supervisor
 from skylite.processes.gpus import describe, visible_gpus
-from skylite.processes.hardware import choose_device, choose_dtype
+from skylite.processes.hardware import choose_device, choose_dtype, cpu_cores
 from skylite.processes.own_network import check_network
 from skylite.processes.private_folders import temporary_folder
 from skylite.run.run_dir import AdapterVersion
@@ -131,6 +131,7 @@ def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, so
         max_num_seqs=config.engine.max_num_seqs,
         kv_cache_gib=config.engine.kv_cache_gib,
         gpu_memory_utilization=memory.engine_share or config.engine.gpu_memory_utilization,
+        cpu_cores=cores_beside_trainer(config),
         cpu_lora=placement.cpu_lora,
         seed=config.seed,
         shared_network=config.shared_network,
@@ -140,6 +141,14 @@ def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, so
         gpus=tuple(placement.engine_gpus[index * size : (index + 1) * size]),
         tensor_parallel=size,
     )
+
+
+def cores_beside_trainer(config: TrainConfig) -> int | None:
+    """CPU cores of an engine that samples while the trainer computes. None: all, for the two take turns."""
+    trainer = config.trainer
+    if config.engine.policies == 1 or trainer.num_threads is None:
+        return None
+    return max(1, cpu_cores() - trainer.num_ranks * trainer.num_threads)
 
 
 def single_engine_spec(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import uuid
@@ -44,6 +45,10 @@ def trainer_env(num_threads: int, gpus: Sequence[int] = ()) -> dict[str, str]:
         **cuda_env(gpus),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(num_threads),
+        # Threads of a matrix product wait for each other by spinning, at first for longer than a time slice,
+        # which starves the one that is awaited when another program needs a core. After so many spins (under
+        # a millisecond) they sleep. Buys 2.5 times the speed beside one busy process on two cores.
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000"),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",

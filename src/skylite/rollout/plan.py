@@ -333,12 +333,18 @@ def device_defaults(config: TrainConfig, device: Device) -> tuple[TrainConfig, l
         notes.append("trainer.attention=flex: the default on a GPU")
     if trainer.num_threads is None:
         threads = threads_per_rank(trainer.num_ranks)
+        shares = device == "cpu" and config.engine.policies > 1 and config.source.name != "offline"
+        if shares:  # threads that wait for each other spin, so two sides on the same cores slow each other
+            threads = max(1, threads // 2)
         notes.append(
             f"{threads} CPU threads per rank: {cpu_cores()} usable cores, {trainer.num_ranks} rank(s)"
         )
+        if shares:
+            notes[-1] += "; the engine samples for other policies on the rest"
         if trainer.deterministic:  # their number affects rounding, so a resume elsewhere needs the same
-            update["num_threads"] = threads
             notes[-1] += "; fixed, because trainer.deterministic is true"
+        if shares or trainer.deterministic:
+            update["num_threads"] = threads
     return config.model_copy(update={"trainer": trainer.model_copy(update=update)}), notes
 
 

@@ -376,7 +376,7 @@ def _lora_flags(spec: EngineSpec, rank: int) -> list[str]:
 
 def _cpu_env(spec: EngineSpec) -> dict[str, str]:
     # Bind all cores by number: "auto" reserves one for the scheduler, which is half of a 2-core machine.
-    env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, worker_cpus()))}
+    env = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, worker_cpus()[: spec.cpu_cores]))}
     env[SWITCH] = spec.cpu_lora
     if spec.dtype == "bfloat16":
         env |= FEW_PRODUCTS
