@@ -68,7 +68,8 @@ class TrainerConfig(Section):
     """Keep the base model's shards and the optimizer state in CPU memory (GPU only). Use it if the model does
     not fit on the GPU."""
     num_threads: int | None = Field(None, ge=1)
-    """CPU threads per rank. none: usable cores divided by ranks."""
+    """CPU threads per rank. none: usable cores divided by ranks; half of that in a sweep on a CPU, where the
+    engine samples for other policies meanwhile."""
     step_timeout_s: float = Field(1800.0, gt=0)
     """Seconds for the trainer to start or to finish a step; then it counts as hung and is killed."""
     max_restarts: Annotated[int, Flag("--max-restarts", SAFETY)] = Field(0, ge=0)
