@@ -5,7 +5,8 @@
 Trains ranks 8 and 32 with rates 5e-5 and 1.5e-4 (and more seeds for more policies) with the recipe gsm8k_cpu,
 without held-out evaluations. First `skylite sweep` for all, then `skylite train` for each. Memory is the
 largest sum over the command's processes of what they own or share (PSS), looked at every 5 seconds. CPU
-seconds tell more than wall seconds on a shared machine. --only-together leaves the lone runs out.
+seconds tell more than wall seconds on a shared machine. --alone N trains only N of the policies alone; the
+others then count as much as their mean. 0 leaves the lone runs out.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--data", type=Path, default=Path("data/gsm8k-synthetic"))
     parser.add_argument("--set", action="append", default=[], help="a setting of all policies, name=value")
-    parser.add_argument("--only-together", action="store_true")
+    parser.add_argument("--alone", type=int, help="default: all")
     parser.add_argument("--scratch", type=Path, help="folder for the runs (default: the temporary folder)")
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
@@ -61,8 +62,9 @@ def measure(scratch: Path, number: int, args: argparse.Namespace) -> dict[str, A
     together = timed([*SKYLITE, "sweep", *common, *grid_flags(number), "--out", str(folder)])
     policies = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["policies"]
     row: dict[str, Any] = {"policies": len(policies), "together": together | parts(folder, policies)}
-    if not args.only_together:
-        row |= in_turn(scratch / f"alone-{number}", folder, policies, common, together)
+    if args.alone != 0:
+        some = dict(list(policies.items())[: args.alone])
+        row |= in_turn(scratch / f"alone-{number}", folder, some, common, together, len(policies))
     print(json.dumps(row), flush=True)
     return row
 
@@ -83,15 +85,24 @@ def grid_flags(number: int) -> list[str]:
 
 
 def in_turn(
-    root: Path, sweep: Path, policies: Mapping[str, Any], common: Sequence[str], together: Mapping[str, float]
+    root: Path,
+    sweep: Path,
+    policies: Mapping[str, Any],
+    common: Sequence[str],
+    together: Mapping[str, float],
+    number: int,
 ) -> dict[str, Any]:
-    """The lone runs one after the other, and what they cost beside the sweep."""
+    """The lone runs one after the other, and what `number` of them cost beside the sweep."""
     root.mkdir()
     runs = {
         name: timed([*SKYLITE, "train", *common, *set_flags(values), "--run", str(root / name)])
         for name, values in policies.items()
     }
-    total = {key: sum(run[key] for run in runs.values()) for key in ("wall_s", "cpu_s", "peak_pss_gib")}
+    factor = number / len(policies)
+    total = {
+        key: round(factor * sum(run[key] for run in runs.values()), 3)
+        for key in ("wall_s", "cpu_s", "peak_pss_gib")
+    }
     return {
         "in_turn": {"runs": runs, "sum": total} | parts(root, policies),
         "together_over_in_turn": {key: round(together[key] / total[key], 3) for key in total},
