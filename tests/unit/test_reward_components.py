@@ -11,6 +11,7 @@ import pytest
 
 from skylite.cli.samples import completion_text
 from skylite.config.algorithm import AlgorithmConfig
+from skylite.config.rollout import EnvConfig, RewardConfig
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.report.completions import read_training
@@ -173,6 +174,9 @@ def test_a_run_without_feedback_to_show_is_refused_or_warned_of(own: str, tmp_pa
     )
     with pytest.raises(ConfigError, match=r"teacher_sees_feedback shows .* gsm8k and format returns none"):
         plan_run(config, RunDir(tmp_path / "run"))
+    guess = config.model_copy(update={"env": EnvConfig(episode="guess"), "reward": RewardConfig()})
+    with pytest.raises(ConfigError, match=r"teacher_sees_feedback shows .* guess returns none"):
+        plan_run(guess, RunDir(tmp_path / "run"))
     (note,) = check_calls([f"{own}:length"], config, [prompt()], {})
     assert "no reward returned a feedback" in str(note)
     assert check_calls([f"{own}:told_too"], config, [prompt()], {}) == []

@@ -22,6 +22,7 @@ from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.data.prompts import Chat, Pair, PromptFileInfo, read_chats, read_pairs, read_prompts
 from skylite.engine.model_limits import check_images
 from skylite.environments.episode_spec import check_episode_data
+from skylite.environments.episodes import BUILT_IN as BUILT_IN_EPISODES
 from skylite.environments.episodes_source import episodes_running
 from skylite.environments.judge import Judge
 from skylite.environments.offline_source import Offline
@@ -130,6 +131,16 @@ class Source:
         raise NotImplementedError
 
 
+def refuse_feedback(config: TrainConfig, silent: Sequence[str], flag: str) -> None:
+    """Raise ConfigError if the teacher waits for feedback of rewards or episodes that give none."""
+    if config.algorithm.teacher_sees_feedback:
+        raise ConfigError(
+            f"algorithm.teacher_sees_feedback shows what a reward returns as feedback, and "
+            f"{' and '.join(silent)} returns none.",
+            f"Name a FILE.py:function that does with {flag}, or leave the setting out.",
+        )
+
+
 class SingleTurnSource(Source):
     """One completion a trajectory, scored by reward functions."""
 
@@ -149,12 +160,8 @@ class SingleTurnSource(Source):
     def check_rewards(self, scored: ScoredData, info: PromptFileInfo, train: Sequence[Prompt]) -> list[Note]:
         config, rewards, programs = scored.config, scored.code_rewards, scored.programs
         code = config.reward.code
-        if config.algorithm.teacher_sees_feedback and BUILT_IN.keys() >= set(rewards):
-            raise ConfigError(
-                f"algorithm.teacher_sees_feedback shows what a reward returns as feedback, and "
-                f"{' and '.join(scored.rewards)} returns none.",
-                "Name a FILE.py:function that does with --reward, or leave the setting out.",
-            )
+        if set(BUILT_IN) >= set(rewards):
+            refuse_feedback(config, scored.rewards, "--reward")
         with printed_lines(log_printed):
             components = load_components(rewards, code.weights, train[0], programs, code)
             notes = check_references(code, info, train, components, programs)
@@ -235,6 +242,8 @@ class EpisodesSource(Source):
         keep: Collection[str],
     ) -> ScoredData:
         spec = config.env.episode
+        if spec in BUILT_IN_EPISODES:
+            refuse_feedback(config, [spec], "--env")
         programs = allow_episode(spec, provenance)
         check_episode_data(spec, info.reward, str(data))
         return ScoredData(config=config, rewards=(spec,), programs=programs)
