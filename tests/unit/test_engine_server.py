@@ -104,6 +104,16 @@ def test_auto_does_not_merge_weights_in_deterministic_runs(tmp_path: Path) -> No
     assert any("trainer.deterministic" in note for note in notes)
 
 
+def test_the_user_decides_how_the_trainers_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    assert int(trainer_env(2)["GOMP_SPINCOUNT"]) > 0
+    for name, value in (("OMP_WAIT_POLICY", "passive"), ("GOMP_SPINCOUNT", "7")):
+        with monkeypatch.context() as users:
+            users.setenv(name, value)
+            assert "GOMP_SPINCOUNT" not in trainer_env(2), "it would hide the user's choice"
+
+
 def test_threads_are_bound_to_the_cores_of_this_process() -> None:
     allowed = os.sched_getaffinity(0)
     one = {min(allowed)}

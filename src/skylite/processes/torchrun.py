@@ -12,6 +12,14 @@ from pathlib import Path
 from skylite.processes.child_env import FEW_PRODUCTS, LOOPBACK_ONLY, TBB_MALLOC, preload_env
 from skylite.processes.gpus import cuda_env
 
+SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
+"""Variables by which a user says how threads wait for each other.
+
+libgomp spins at first for longer than a time slice. If another program needs a core, that starves the thread
+that is awaited. After 20,000 rounds, under a millisecond, it sleeps instead. Buys 2.5 times the speed beside
+one busy program on two cores (benchmarks/NOTES.md).
+"""
+
 
 def trainer_command(
     run: Path, rendezvous: Path, num_ranks: int, *, resume: bool = False, sweep: bool = False
@@ -45,10 +53,7 @@ def trainer_env(num_threads: int, gpus: Sequence[int] = ()) -> dict[str, str]:
         **cuda_env(gpus),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(num_threads),
-        # Threads of a matrix product wait for each other by spinning, at first for longer than a time slice,
-        # which starves the one that is awaited when another program needs a core. After so many spins (under
-        # a millisecond) they sleep. Buys 2.5 times the speed beside one busy process on two cores.
-        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "20000"),
+        **({} if SPINNING & os.environ.keys() else {"GOMP_SPINCOUNT": "20000"}),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
