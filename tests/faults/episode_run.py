@@ -31,7 +31,7 @@ FAILING = {
     "kill_itself": "ended its process with -9",
     "return_none": "returned no component",
     "return_nan": "nan",
-    "return_too_much": "too many rewards",
+    "return_too_much": "more than fits",
     "write_everywhere": "ended its process with",
 }
 """Faults after which an episode has no reward, and a word of the reason."""
