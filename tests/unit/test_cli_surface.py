@@ -59,6 +59,7 @@ FLAGS = {
     "env": set(),
     "doctor": {"--json", *LOGGING},
     "models": {"--from-adapter", "--chat-template", "--set", "--json", *LOGGING},
+    "plan": {"--model", "--gpus", "--rank", "--tokens", "--recipe", "--set", "--json", *LOGGING},
     "log": {"--to", "--json", *LOGGING},
 }  # fmt: skip
 

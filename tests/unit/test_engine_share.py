@@ -34,8 +34,8 @@ def divide(
     config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory, mib: list[int], engines: list[int]
 ) -> MemoryPlan:
     gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, size * MIB, "", False) for i, size in enumerate(mib)}
-    choice = GpuChoice(rank_gpus=[0], engine_gpus=engines, notes=[])
-    return divide_gpus(config, trainer, engine, choice, gpus)[0]
+    choice = GpuChoice(rank_gpus=[0], engine_gpus=engines, notes=[], gpus=gpus)
+    return divide_gpus(config, trainer, engine, choice)[0]
 
 
 def settings(**engine: Any) -> TrainConfig:

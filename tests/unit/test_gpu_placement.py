@@ -84,7 +84,7 @@ def test_configured_engines_count_visible_gpus(machine: Machine) -> None:
     machine.sees("3,1")
     placed = place(config(1, 2, gpus=[0, 1]), "cuda")
     assert (placed.rank_gpus, placed.engine_gpus) == ([3], [3, 1])
-    assert placed.notes[1].text == "rank 0 to 0 on GPU 3; engine 0 to 1 on GPU 3, 1"
+    assert placed.notes[1].text == "rank 0 on GPU 3; engine 0 to 1 on GPU 3, 1"
 
 
 @pytest.mark.parametrize(

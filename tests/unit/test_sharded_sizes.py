@@ -83,10 +83,11 @@ def test_the_documented_72b_fits_eight_gpus_of_80_gb(tmp_path: Path) -> None:
     trainer = trainer_memory(sizes, settings, "cuda", "bfloat16")
     size = settings.engine.tensor_parallel
     engine = engine_memory(sizes, settings, "cuda", "bfloat16", max_loras=2, cpu_lora="dense")
-    gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, fit.GPUS["80 GB"] << 20, "", False) for i in range(8)}
+    gpus = {i: Gpu(i, f"GPU-{i}", "any", 9.0, 81_559 << 20, "", False) for i in range(8)}
     ranks = list(range(settings.trainer.num_ranks))
-    placement = GpuChoice(rank_gpus=ranks, engine_gpus=list(range(len(ranks), len(ranks) + size)), notes=[])
-    notes = [*map(str, divide_gpus(settings, trainer, engine, placement, gpus)[1])]
+    engines = list(range(len(ranks), len(ranks) + size))
+    placement = GpuChoice(rank_gpus=ranks, engine_gpus=engines, notes=[], gpus=gpus)
+    notes = [*map(str, divide_gpus(settings, trainer, engine, placement)[1])]
     found = [re.search(r"(?:GPUs: |about )(\S+) GiB", note) for note in notes]
     sums = [match[1] for match in found if match]
     said = f"{sums[0]} GiB on each GPU of the engine, and {sums[1]} GiB on each of the trainer"

@@ -64,7 +64,7 @@ def test_the_plan_shows_which_gpus_share_a_model(machine: Machine) -> None:
     engine = {"num_engines": 2, "tensor_parallel": 2, "gpus": [5, 4, 0, 3]}
     placed = place(config(engine=engine), "cuda")
     assert placed.notes[1].text == (
-        "rank 0 to 0 on GPU 0; engine 0 to 1 on GPU 5+4, 0+3 (tensor parallel, 2 GPUs each)"
+        "rank 0 on GPU 0; engine 0 to 1 on GPU 5+4, 0+3 (tensor parallel, 2 GPUs each)"
     )
 
 

@@ -31,7 +31,7 @@ class Skylite(Program):
         "Look at runs": ("watch", "report", "samples", "runs", "adapters"),
         "Use an adapter": ("eval", "serve", "chat", "export", "probe"),
         "Write your own loop": ("service",),
-        "Machine and loggers": ("doctor", "models", "log"),
+        "Machine and loggers": ("doctor", "models", "plan", "log"),
     }
 
 

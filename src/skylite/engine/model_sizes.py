@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -137,7 +138,20 @@ class Kept(NamedTuple):
 
 
 def model_sizes(model_path: Path, lora: LoraConfig, critic: LoraConfig | None = None) -> ModelSizes:
-    """The sizes of a model folder. Raises ModelError for a damaged file."""
+    """The sizes of a model folder. Raises ModelError for a damaged file.
+
+    The last few are remembered while the files stay as they are: a plan asks at each of its attempts.
+    """
+    files = sorted((*model_path.glob("*.json"), *model_path.glob("*.safetensors")))
+    stamps = tuple((f.name, s.st_mtime_ns, s.st_size) for f in files if (s := f.stat()))
+    sizes = _read_sizes(model_path, stamps, lora.model_dump_json())
+    return sizes if critic is None else replace(sizes, critic_lora=model_sizes(model_path, critic).lora)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_sizes(model_path: Path, stamps: tuple[tuple[str, int, int], ...], settings: str) -> ModelSizes:
+    """`stamps`: of the files. `settings`: of LoRA, as JSON."""
+    lora = LoraConfig.model_validate_json(settings)
     config = read_config(model_path)
     adapted = predict_modules(model_path, lora)[1]
     ranks = {path: pattern_value(lora.rank_pattern, path, lora.rank) for path in adapted}
@@ -152,7 +166,7 @@ def model_sizes(model_path: Path, lora: LoraConfig, critic: LoraConfig | None = 
             quantised_bytes=sum(size for n, size in stored.items() if split_name(form, n)[0] in modules),
             largest_quantised=max(counts, default=0),
         )
-    return sizes if critic is None else replace(sizes, critic_lora=model_sizes(model_path, critic).lora)
+    return sizes
 
 
 def sizes_of(shapes: Shapes, config: Mapping[str, Any], ranks: Mapping[str, int]) -> ModelSizes:

@@ -18,7 +18,7 @@ from skylite.engine.connections import Address
 from skylite.engine.interface import Engine, EngineSpec, Launcher, served_versions
 from skylite.engine.model_limits import check_context
 from skylite.engine.retrying_engine import RetryingEngine
-from skylite.engine.tensor_parallel import SETTING, check_divisible, check_machine
+from skylite.engine.tensor_parallel import SETTING, check_count, check_divisible, check_shared_memory
 from skylite.engine.watchdog import RestartPolicy, Watchdog
 from skylite.processes.child import Supervisor
 from skylite.processes.gpus import describe, visible_gpus
@@ -209,7 +209,8 @@ def single_engine_spec(
 def _gpus(count: int, model_path: Path) -> tuple[int, ...]:
     """The first visible GPUs. Raises ConfigError if there are fewer or the model cannot be divided so."""
     visible = visible_gpus()
-    check_machine(count, len(visible), describe(visible))
+    check_count(count, len(visible), describe(visible))
+    check_shared_memory(count)
     check_divisible(model_path, count)
     return tuple(gpu.index for gpu in visible[:count])
 

@@ -47,14 +47,18 @@ def check_divisible(model_path: Path, gpus: int) -> None:
         )
 
 
-def check_machine(gpus: int, visible: int, names: str) -> None:
-    """Raise ConfigError if one engine needs more GPUs than there are, or more shared memory than is free."""
+def check_count(gpus: int, visible: int, names: str) -> None:
+    """Raise ConfigError if one engine needs more GPUs than there are."""
     if gpus > visible:
         raise ConfigError(
             f"{SETTING}={gpus} needs {gpus} GPUs for each engine, and {visible} can be used: "
             f"{names or 'none'}.",
             f"Use {SETTING}={max(1, visible)}, or make more GPUs visible (CUDA_VISIBLE_DEVICES).",
         )
+
+
+def check_shared_memory(gpus: int) -> None:
+    """Raise ConfigError if an engine of several GPUs needs more shared memory than is free."""
     if gpus > 1 and SHARED_MEMORY.is_dir() and (free := disk_usage(SHARED_MEMORY).free) < QUEUE_BYTES:
         raise ConfigError(
             f"{SETTING}={gpus} needs {QUEUE_BYTES >> 20} MiB in {SHARED_MEMORY} for the queues of the "

@@ -88,15 +88,7 @@ def check_folder(path: Path, note: str) -> ResolvedModel:
     """
     if path.is_dir():
         model_files(path)
-    config = _json_object(path / "config.json")
-    architectures = config.get("architectures") or []
-    names = architectures if isinstance(architectures, list) else []
-    if not any(str(a).endswith(CAUSAL_SUFFIXES) for a in names) or config.get("is_encoder_decoder"):
-        raise ModelError(
-            f"{path} is not a causal language model: "
-            f"its config.json names {architectures or 'no architecture'}.",
-            "Give a ...ForCausalLM model.",
-        )
+    causal_config(path / "config.json")
     if not any((path / f).is_file() for f in TOKENIZER_FILES):
         raise ModelError(
             f"{path} has no tokenizer (tokenizer.json).", "Save the tokenizer in the same folder."
@@ -109,6 +101,20 @@ def check_folder(path: Path, note: str) -> ResolvedModel:
     for name, file in _prompt_files(path):
         digest.update(f"{name} {sha256_file(file)} ".encode(errors="surrogateescape"))
     return ResolvedModel(path, digest.hexdigest(), note)
+
+
+def causal_config(file: Path) -> dict[str, Any]:
+    """The config.json of a model. Raises ModelError if it is not one of a causal language model."""
+    config = _json_object(file)
+    architectures = config.get("architectures") or []
+    names = architectures if isinstance(architectures, list) else []
+    if not any(str(a).endswith(CAUSAL_SUFFIXES) for a in names) or config.get("is_encoder_decoder"):
+        raise ModelError(
+            f"{file.parent} is not a causal language model: "
+            f"its {file.name} names {architectures or 'no architecture'}.",
+            "Give a ...ForCausalLM model.",
+        )
+    return config
 
 
 def _prompt_files(path: Path) -> list[tuple[str, Path]]:

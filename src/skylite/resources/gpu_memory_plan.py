@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,8 +22,8 @@ from skylite.engine.interface import EngineMemory, Launcher
 from skylite.engine.model_sizes import ModelSizes, model_sizes
 from skylite.engine.tensor_parallel import check_divisible
 from skylite.errors import ConfigError, DoesNotFit
-from skylite.notes import Note, warning
-from skylite.processes.gpus import Gpu, visible_gpus
+from skylite.notes import Note, notes_of, warning
+from skylite.processes.gpus import Gpu
 from skylite.processes.hardware import DTYPE_BYTES, available_memory
 from skylite.resources.gpu_placement import GpuChoice
 
@@ -160,28 +159,43 @@ def plan_memory(config: TrainConfig, setup: Setup) -> tuple[MemoryPlan, list[Not
             raise DoesNotFit(f"{config.engine.policies} policies at once do not fit ({note.text}).")
         return MemoryPlan(), [note]
     trainer = trainer_memory(sizes, config, "cuda", setup.dtype)
-    return divide_gpus(config, trainer, engine, setup.placement, {gpu.index: gpu for gpu in visible_gpus()})
+    return divide_gpus(config, trainer, engine, setup.placement)
+
+
+def fit_memory(config: TrainConfig, setup: Setup) -> tuple[TrainConfig, MemoryPlan, list[Note]]:
+    """Choose checkpointing, replication and sequences at once by the memory, and divide it.
+
+    Returns settings, plan and a note on each choice. Raises ConfigError as `plan_memory`.
+    """
+    config, checkpointing_note = checkpointing_default(config, setup)
+    config, base_note = replicate_default(config, setup)
+    config, sequences_note = decode_whole_steps(config, setup)
+    memory, notes = plan_memory(config, setup)
+    return config, memory, notes_of(checkpointing_note, base_note, sequences_note, *notes)
 
 
 def checkpointing_default(config: TrainConfig, setup: Setup) -> tuple[TrainConfig, str]:
-    """On a GPU, the settings with trainer.checkpointing chosen by memory, and a note, unless someone set it.
+    """On a GPU, the first of none, selective and full with which `enough_tokens` fit, and a note, unless
+    someone set trainer.checkpointing.
 
     `plan_memory` raises what is wrong, if anything is.
     """
     if setup.device == "cpu" or "checkpointing" in config.trainer.model_fields_set:
         return config, ""
-    engine = setup.engine(config)
-    gpus = {gpu.index: gpu for gpu in visible_gpus()}
-
-    def limit_of(candidate: TrainConfig, trainer: TrainerMemory) -> int | None:
-        return divide_gpus(candidate, trainer, engine, setup.placement, gpus)[0].trainer_bytes
-
-    chosen = choose_checkpointing(config, setup.sizes(config), setup.dtype, limit_of)
-    name, tokens = chosen.trainer.checkpointing, enough_tokens(config)
-    fits = f"a micro-batch of {tokens} tokens fits with it and keeps most"
-    if name == "full":
-        fits = f"with less recomputation no micro-batch of {tokens} tokens fits"
-    return chosen, f"trainer.checkpointing={name}: {fits}, by the predicted memory"
+    tokens = enough_tokens(config)
+    for name in ("none", "selective"):
+        chosen = _with_checkpointing(config, name)
+        fitting = fitting_tokens(chosen, setup)
+        if fitting is None:  # the GPU's size is unknown
+            chosen = _with_checkpointing(config, name := "selective")
+        if fitting is None or fitting >= tokens:
+            fits = f"a micro-batch of {tokens} tokens fits with it and keeps most"
+            return chosen, f"trainer.checkpointing={name}: {fits}, by the predicted memory"
+    fits = f"with less recomputation no micro-batch of {tokens} tokens fits"
+    return (
+        _with_checkpointing(config, "full"),
+        f"trainer.checkpointing=full: {fits}, by the predicted memory",
+    )
 
 
 def replicate_default(config: TrainConfig, setup: Setup) -> tuple[TrainConfig, str]:
@@ -196,62 +210,24 @@ def replicate_default(config: TrainConfig, setup: Setup) -> tuple[TrainConfig, s
         return _replicated(config), note
     if setup.device == "cpu" or ranks == 1 or own.offload or "replicate_base" in own.model_fields_set:
         return config, ""
-    engine, gpus = setup.engine(config), {gpu.index: gpu for gpu in visible_gpus()}
-    chosen = choose_replication(
-        config,
-        setup.sizes(config),
-        setup.dtype,
-        lambda c, trainer: divide_gpus(c, trainer, engine, setup.placement, gpus)[0].trainer_bytes,
-    )
-    if chosen is config:
+    chosen, tokens = _replicated(config), enough_tokens(config)
+    if (fitting_tokens(chosen, setup) or 0) < tokens:
         return config, ""
-    fits = f"a micro-batch of {enough_tokens(config)} tokens fits beside it, by the predicted memory"
+    fits = f"a micro-batch of {tokens} tokens fits beside it, by the predicted memory"
     return chosen, f"trainer.replicate_base=true: each of the {ranks} ranks holds the whole base; {fits}"
 
 
-def choose_checkpointing(
-    config: TrainConfig,
-    sizes: ModelSizes,
-    dtype: str,
-    limit_of: Callable[[TrainConfig, TrainerMemory], int | None],
-) -> TrainConfig:
-    """The settings with the first of none, selective and full with which `enough_tokens` fit on a GPU.
+def fitting_tokens(config: TrainConfig, setup: Setup) -> int | None:
+    """Most tokens of a rank's micro-batch on a GPU with these settings.
 
-    `limit_of`: what a rank's tensors may take with these settings, None if the GPU's size is unknown; raises
-    ConfigError if the run cannot fit.
+    0: the run does not fit. None: the size of a GPU is unknown.
     """
-    for name in ("none", "selective"):
-        candidate = _with_checkpointing(config, name)
-        trainer = trainer_memory(sizes, candidate, "cuda", dtype)
-        try:
-            limit = limit_of(candidate, trainer)
-        except ConfigError:
-            continue
-        if limit is None:
-            return _with_checkpointing(config, "selective")
-        if most_tokens(candidate, trainer, limit + trainer.process) >= enough_tokens(config):
-            return candidate
-    return _with_checkpointing(config, "full")
-
-
-def choose_replication(
-    config: TrainConfig,
-    sizes: ModelSizes,
-    dtype: str,
-    limit_of: Callable[[TrainConfig, TrainerMemory], int | None],
-) -> TrainConfig:
-    """The settings with the whole base on each rank, if `enough_tokens` fit then.
-
-    `limit_of`: as for `choose_checkpointing`.
-    """
-    candidate = _replicated(config)
-    trainer = trainer_memory(sizes, candidate, "cuda", dtype)
+    trainer = trainer_memory(setup.sizes(config), config, "cuda", setup.dtype)
     try:
-        limit = limit_of(candidate, trainer)
+        limit = divide_gpus(config, trainer, setup.engine(config), setup.placement)[0].trainer_bytes
     except ConfigError:
-        return config
-    fits = limit is not None and most_tokens(candidate, trainer, limit + trainer.process)
-    return candidate if fits and fits >= enough_tokens(config) else config
+        return 0
+    return None if limit is None else most_tokens(config, trainer, limit + trainer.process)
 
 
 def _replicated(config: TrainConfig) -> TrainConfig:
@@ -371,12 +347,12 @@ def divide_gpus(
     trainer: TrainerMemory,
     engine: EngineMemory,
     placement: GpuChoice,
-    gpus: dict[int, Gpu],
 ) -> tuple[MemoryPlan, list[Note]]:
     """The smallest GPU of the engines fixes the KV cache, the fullest GPU of the ranks fixes their limit.
 
     The ranks divide what other processes leave free; gpu_placement.py has checked that the engines fit.
     """
+    gpus = placement.gpus
     totals = {index: gpu.total_bytes for index, gpu in gpus.items() if gpu.total_bytes is not None}
     if not totals.keys() >= {*placement.engine_gpus, *placement.rank_gpus}:
         unknown = (

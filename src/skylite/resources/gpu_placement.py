@@ -1,13 +1,18 @@
-"""Which GPU each rank and engine gets. Refuses a placement that cannot work, before anything starts."""
+"""Which GPU each rank and engine gets. Refuses a placement that cannot work, before anything starts.
+
+`assign_gpus` needs no machine: GPUs may be described. `place` adds what nvidia-smi and torch say about those
+of this machine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from skylite.config.engine import EngineConfig
 from skylite.config.train import RunConfig, TrainConfig
-from skylite.engine.tensor_parallel import check_machine
+from skylite.engine.tensor_parallel import check_count, check_shared_memory
 from skylite.errors import ConfigError
 from skylite.notes import Note, notes_of, warning
 from skylite.processes.gpus import (
@@ -22,6 +27,7 @@ from skylite.processes.gpus import (
 )
 from skylite.processes.hardware import choose_device, choose_dtype
 
+Kind = Literal["split", "shared"]
 GIB = 2**30
 UNNAMED_BYTES = 1 << 30
 """Memory in use by no process that nvidia-smi shows, that is worth a warning. A driver uses less."""
@@ -36,47 +42,76 @@ class GpuChoice:
     engine_gpus: list[int]
     """Of engine 0, 1, ..., engine.tensor_parallel for each."""
     notes: list[Note]
+    gpus: dict[int, Gpu] = field(default_factory=dict)
+    """By number; all that ranks and engines have."""
     free_bytes: dict[int, int] = field(default_factory=dict)
     """By GPU; without those whose free memory is unknown."""
     others: dict[int, str] = field(default_factory=dict)
     """Other processes that use a GPU, in words."""
 
+    @property
+    def kind(self) -> Kind:
+        """shared: some GPU has a rank and an engine."""
+        return "shared" if {*self.rank_gpus} & {*self.engine_gpus} else "split"
+
+    @property
+    def other_kind(self) -> Kind:
+        return "split" if self.kind == "shared" else "shared"
+
 
 def place(config: TrainConfig, device: str) -> GpuChoice:
-    """Give each rank and engine its GPUs.
+    """`assign_gpus` for the visible GPUs, with what others use of them.
 
-    Rank i gets visible GPU i. The engines get the visible GPUs `engine.gpus`, `engine.tensor_parallel` each;
-    by default they take the GPUs after the ranks' in turn, and then share the ranks'. Raises ConfigError if
-    there are too few GPUs or if other processes hold memory that the engines need; plan_memory checks the
-    ranks.
+    Raises ConfigError too if torch cannot use them, or if other processes hold memory that the engines need;
+    plan_memory checks the ranks.
     """
     if device == "cpu":
         refuse_gpu_settings(config)
         return GpuChoice(rank_gpus=[], engine_gpus=[], notes=[])
     gpus = visible_gpus()
-    ranks = gpus[: require_ranks(config, gpus)]
-    check_machine(config.engine.tensor_parallel, len(gpus), describe(gpus))
-    engines = [gpus[i] for i in engine_positions(config, len(gpus))]
+    choice = assign_gpus(config, gpus)
+    check_shared_memory(config.engine.tensor_parallel)
     torch = check_cuda(gpus)
-    notes = notes_of(
-        f"{describe(gpus)}; driver {gpus[0].driver}, torch {torch.version} for CUDA {torch.cuda}",
-        f"rank 0 to {len(ranks) - 1} on GPU {_numbers(ranks)}; {_engines_text(engines, config.engine)}",
-    )
-    if idle := [gpu for gpu in gpus if gpu not in ranks and gpu not in engines]:
-        notes.append(idle_note(config, idle, len(gpus)))
-    uses = {gpu: memory_in_use(gpu) for gpu in dict.fromkeys([*engines, *ranks])}
+    machine = f"{describe(gpus)}; driver {gpus[0].driver}, torch {torch.version} for CUDA {torch.cuda}"
+    uses = {gpu: memory_in_use(gpu) for gpu in choice.gpus.values()}
     for gpu, use in uses.items():
-        check_memory(gpu, use, engines.count(gpu), config.engine.gpu_memory_utilization)
+        count = choice.engine_gpus.count(gpu.index)
+        check_memory(gpu, use, count, config.engine.gpu_memory_utilization)
     others = {gpu.index: text for gpu, use in uses.items() if (text := users_text(use))}
-    notes += [
+    taken = [
         warning(f"GPU {g.index} ({g.name}) is not free: {others[g.index]}") for g in uses if g.index in others
     ]
+    return replace(
+        choice,
+        notes=[*notes_of(machine), *choice.notes, *taken],
+        free_bytes={g.index: use.free_bytes for g, use in uses.items() if use.free_bytes is not None},
+        others=others,
+    )
+
+
+def assign_gpus(config: TrainConfig, gpus: Sequence[Gpu]) -> GpuChoice:
+    """Give each rank and engine its GPUs of these.
+
+    Rank i gets GPU i. The engines get the GPUs `engine.gpus`, `engine.tensor_parallel` each; by default they
+    take the GPUs after the ranks' in turn, and then share the ranks'. Raises ConfigError if there are too few
+    GPUs, or if the engines' shares of one are more than all of it.
+    """
+    ranks = gpus[: require_ranks(config, gpus)]
+    check_count(config.engine.tensor_parallel, len(gpus), describe(gpus))
+    engines = [gpus[i] for i in engine_positions(config, len(gpus))]
+    used = dict.fromkeys([*engines, *ranks])
+    for gpu in used:
+        check_shares(gpu, engines.count(gpu), config.engine.gpu_memory_utilization)
+    notes = notes_of(
+        f"{_span('rank', len(ranks))} on GPU {_numbers(ranks)}{_engines_text(engines, config.engine)}"
+    )
+    if idle := [gpu for gpu in gpus if gpu not in used]:
+        notes.append(idle_note(config, idle, len(gpus)))
     return GpuChoice(
         rank_gpus=[g.index for g in ranks],
         engine_gpus=[g.index for g in engines],
         notes=notes,
-        free_bytes={g.index: use.free_bytes for g, use in uses.items() if use.free_bytes is not None},
-        others=others,
+        gpus={g.index: g for g in used},
     )
 
 
@@ -148,14 +183,18 @@ def engine_positions(config: TrainConfig, num_gpus: int) -> list[int]:
     return list(chosen)
 
 
-def check_memory(gpu: Gpu, use: GpuUse, num_engines: int, share: float) -> None:
-    """Raise ConfigError if the GPU's engines do not fit into what is free."""
+def check_shares(gpu: Gpu, num_engines: int, share: float) -> None:
+    """Raise ConfigError if the GPU's engines may use more than all of it."""
     if num_engines * share >= 1:
         raise ConfigError(
             f"{num_engines} engines share GPU {gpu.index} ({gpu.name}), and each takes "
             f"engine.gpu_memory_utilization={share:g} of its memory.",
             f"Lower it below {1 / num_engines:.2f}, use fewer engines, or place them with engine.gpus.",
         )
+
+
+def check_memory(gpu: Gpu, use: GpuUse, num_engines: int, share: float) -> None:
+    """Raise ConfigError if the GPU's engines do not fit into what is free."""
     if gpu.total_bytes is None or use.free_bytes is None:
         return
     wanted, free = num_engines * share * gpu.total_bytes, use.free_bytes
@@ -208,11 +247,17 @@ def refuse_gpu_settings(config: TrainConfig) -> None:
 
 
 def _engines_text(gpus: Sequence[Gpu], config: EngineConfig) -> str:
-    """Such as `engine 0 to 1 on GPU 2, 3`, or with tensor parallelism `engine 0 on GPU 2+3`."""
+    """Such as `; engine 0 to 1 on GPU 2, 3`, or with tensor parallelism `; engine 0 on GPU 2+3`."""
     size = config.tensor_parallel
+    if not gpus:
+        return ""
     parts = ["+".join(str(g.index) for g in gpus[i : i + size]) for i in range(0, len(gpus), size)]
-    text = f"engine 0 to {len(parts) - 1} on GPU {', '.join(parts)}"
+    text = f"; {_span('engine', len(parts))} on GPU {', '.join(parts)}"
     return text if size == 1 else f"{text} (tensor parallel, {size} GPUs each)"
+
+
+def _span(name: str, count: int) -> str:
+    return f"{name} 0 to {count - 1}" if count > 1 else f"{name} 0"
 
 
 def _numbers(gpus: Sequence[Gpu]) -> str:

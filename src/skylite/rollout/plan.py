@@ -56,13 +56,7 @@ from skylite.processes.hardware import (
 )
 from skylite.processes.own_network import check_network
 from skylite.processes.streams import raise_file_limit
-from skylite.resources.gpu_memory_plan import (
-    Setup,
-    checkpointing_default,
-    decode_whole_steps,
-    plan_memory,
-    replicate_default,
-)
+from skylite.resources.gpu_memory_plan import Setup, fit_memory
 from skylite.resources.gpu_placement import place
 from skylite.rollout.judge_check import check_judge
 from skylite.rollout.prompt_check import check_teacher_prompts, without
@@ -270,10 +264,7 @@ def choose_placement(
     cpu_lora = launcher.choose_cpu_lora(config, dtype, model.path)
     of_engines = launcher.notes(config, device, dtype, cpu_lora) if config.engine.num_engines else []
     setup = Setup(launcher, model.path, device, dtype, cpu_lora, gpus)
-    config, checkpointing_note = checkpointing_default(config, setup)
-    config, base_note = replicate_default(config, setup)
-    config, sequences_note = decode_whole_steps(config, setup)
-    memory, memory_notes = plan_memory(config, setup)
+    config, memory, memory_notes = fit_memory(config, setup)
     notes = notes_of(
         *notes,
         why_no_gpu() if device == "cpu" else None,
@@ -284,9 +275,6 @@ def choose_placement(
         *model_notes,
         triton_note(device),
         *of_engines,
-        checkpointing_note,
-        base_note,
-        sequences_note,
         *memory_notes,
     )
     placement = Placement(

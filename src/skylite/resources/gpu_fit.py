@@ -1,0 +1,260 @@
+"""What fits on described GPUs, such as 8x80: for `skylite plan` and the table in docs/how-to/gpus.md.
+
+The sums are those of a real run (gpu_placement.py, gpu_memory_plan.py). Of what the settings leave open, the
+first that fits is taken: GPUs of their own for trainer and engines (split), all GPUs for both (shared), and
+then the same with trainer.offload.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from skylite.config.resolved import MemoryPlan
+from skylite.config.train import TrainConfig
+from skylite.engine.interface import EngineMemory
+from skylite.errors import ConfigError, DoesNotFit
+from skylite.notes import Note
+from skylite.processes.gpus import Gpu
+from skylite.resources.gpu_memory_plan import (
+    Setup,
+    TrainerMemory,
+    fit_memory,
+    micro_batch_tokens,
+    most_tokens,
+    trainer_memory,
+)
+from skylite.resources.gpu_placement import GpuChoice, Kind, assign_gpus
+
+GIB = 2**30
+ENOUGH = 32
+"""Sequences that an engine holds at once. With fewer, sampling takes most of the time."""
+OWN_SHARES = (0.9,)
+"""engine.gpu_memory_utilization to try for an engine alone on its GPUs."""
+SHARED_SHARES = (0.45, 0.35, 0.3, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85)
+MOST_GPUS = 16
+"""Of one machine."""
+USUAL_GIB = (24, 48, 80, 141)
+"""GPUs that people have."""
+CHOSEN = (
+    "trainer.num_ranks", "engine.num_engines", "engine.tensor_parallel", "engine.gpu_memory_utilization",
+    "trainer.offload",
+)  # fmt: skip
+"""Settings that are chosen where nobody set them."""
+FREED = (*CHOSEN, "engine.gpus", "trainer.checkpointing", "trainer.replicate_base")
+"""Settings that may be the reason why a run does not fit."""
+COMPLETION = "rollout.max_completion_tokens"
+FREE = "free"
+"""What no part takes. Larger micro-batches use it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Settings with which a run fits, and what is left then."""
+
+    config: TrainConfig
+    settings: dict[str, Any]
+    """What was changed for it, such as trainer.num_ranks -> 4."""
+    placement: GpuChoice
+    memory: MemoryPlan
+    trainer: TrainerMemory
+    engine: EngineMemory
+    notes: list[Note]
+    tokens: int
+    """Most tokens of a micro-batch."""
+
+    @property
+    def sequences(self) -> int:
+        """Of the longest, that an engine holds at once. 0 without engines."""
+        if not self.placement.engine_gpus:
+            return 0
+        return self.engine.sequences(self.memory.kv_cache_bytes or 0, self.config.max_sequence_tokens)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether sampling takes most of the time."""
+        return bool(self.placement.engine_gpus) and self.sequences < ENOUGH
+
+    def parts(self, gpu: int) -> dict[str, int]:
+        """Predicted bytes on a GPU: of the trainer at `micro_batch_tokens`, and of its engines."""
+        engines, tokens = self.placement.engine_gpus.count(gpu), micro_batch_tokens(self.config)
+        parts = dict[str, int]()
+        if gpu in self.placement.rank_gpus:
+            parts |= {
+                "trainer: weights": self.trainer.weights,
+                "trainer: adapter, gradient, AdamW": self.trainer.adapter,
+                f"trainer: {tokens:,} tokens": self.trainer.total(tokens) - self.trainer.state(),
+                "trainer: CUDA": self.trainer.process,
+            }
+        each = {
+            "vLLM: weights": self.engine.weights,
+            "vLLM: LoRA slots": self.engine.lora_slots,
+            "vLLM: activations": self.engine.activations,
+            f"vLLM: KV cache, {self.sequences} sequences": self.memory.kv_cache_bytes or 0,
+            "vLLM: CUDA": self.engine.process,
+        }
+        parts |= {name: count * engines for name, count in each.items() if engines}
+        return parts | {FREE: (self.placement.gpus[gpu].total_bytes or 0) - sum(parts.values())}
+
+
+def described_gpus(text: str) -> list[Gpu]:
+    """GPUs of one machine from a text like 8x80: 8 of 80 GiB; 80 is 1x80. Raises ConfigError."""
+    if re.fullmatch(r"\d+x\d+x[\d.]+", text):
+        machines, _, each = text.partition("x")
+        raise ConfigError(
+            f"--gpus {text} describes {machines} machines, and skylite trains on one.",
+            f"Describe that one: --gpus {each}.",
+        )
+    match = re.fullmatch(r"(?:(\d{1,4})x)?(\d{1,4}(?:\.\d+)?)", text, re.ASCII)
+    count, size = (int(match[1] or 1), float(match[2])) if match else (0, 0.0)
+    if not 1 <= count <= MOST_GPUS or size < 1:
+        raise ConfigError(
+            f"--gpus {text} does not describe 1 to {MOST_GPUS} GPUs and the GiB of each.",
+            "Write it like 8x80, or 24 for one GPU.",
+        )
+    return [Gpu(i, f"GPU-{i}", f"{size:g} GiB", 9.0, int(size * GIB), "", mig=False) for i in range(count)]
+
+
+def best_fit(
+    config: TrainConfig, setup: Setup, gpus: Sequence[Gpu], kind: Kind | None = None
+) -> Fit | DoesNotFit:
+    """The first settings that leave ENOUGH sequences, else those with the most; the first refusal if none.
+
+    Args:
+        setup: of the model; its placement is not used.
+        kind: take no other placement.
+
+    Without `kind`, raises ConfigError if the settings are wrong for any GPUs.
+    """
+    slow, refusals = list[Fit](), list[ConfigError]()
+    for settings in attempts(config, len(gpus), is_quantised=bool(setup.sizes(config).quantised)):
+        changed = with_settings(config, settings)
+        try:
+            placement = assign_gpus(changed, gpus)
+            if kind not in (None, placement.kind):
+                continue
+            found = fit_with(changed, settings, replace(setup, placement=placement))
+        except ConfigError as refusal:
+            refusals.append(refusal)
+            continue
+        if not found.is_slow:
+            return found
+        slow.append(found)
+    if slow:
+        return max(slow, key=lambda found: found.sequences)
+    too_small = [refusal for refusal in refusals if isinstance(refusal, DoesNotFit)]
+    if refusals and not too_small and kind is None:
+        raise refusals[0]
+    return too_small[0] if too_small else DoesNotFit(f"These settings leave no {kind} placement.")
+
+
+def fit_with(config: TrainConfig, settings: dict[str, Any], setup: Setup) -> Fit:
+    """What a run with this placement has. Raises DoesNotFit, and ConfigError as a run does."""
+    config, memory, notes = fit_memory(config, setup)
+    trainer = trainer_memory(setup.sizes(config), config, "cuda", setup.dtype)
+    tokens = most_tokens(config, trainer, (memory.trainer_bytes or 0) + trainer.process)
+    if not tokens:
+        raise DoesNotFit(notes[-1].text)
+    return Fit(
+        config=config,
+        settings=settings,
+        placement=setup.placement,
+        memory=memory,
+        trainer=trainer,
+        engine=setup.engine(config),
+        notes=notes,
+        tokens=tokens,
+    )
+
+
+def attempts(config: TrainConfig, count: int, *, is_quantised: bool) -> Iterator[dict[str, Any]]:
+    """Settings to try on `count` GPUs, the cheapest first, without those that are set or stay as they are."""
+    tried = list[dict[str, Any]]()
+    for offload in (False,) if is_quantised or config.trainer.replicate_base else (False, True):
+        for layout in layouts(config, count):
+            settings = {
+                name: value
+                for name, value in zip(CHOSEN, (*layout, offload), strict=True)
+                if not _is_set(config, name) and value != _value(config, name)
+            }
+            if settings not in tried:
+                tried.append(settings)
+                yield settings
+
+
+def layouts(config: TrainConfig, count: int) -> Iterator[tuple[int, int, int, float]]:
+    """Ranks, engines, GPUs of an engine, its share: half train and half sample, then all do both."""
+    if not config.engine.num_engines:
+        yield count, 0, 1, config.engine.gpu_memory_utilization
+        return
+    half = count // 2
+    for ranks, sampling, shares in ((count - half, half, OWN_SHARES), (count, count, SHARED_SHARES)):
+        for size in (2**k for k in range(sampling.bit_length()) if sampling % 2**k == 0):
+            yield from ((ranks, sampling // size, size, share) for share in shares)
+
+
+def what_helps(
+    config: TrainConfig, setup: Setup, gpus: Sequence[Gpu], quantise: Callable[[], Path | None]
+) -> tuple[str, Fit] | None:
+    """The first change with which a run fits, in words; None: none that is tried.
+
+    `quantise`: makes the model in 4 bits; None if skylite does not train it so.
+    """
+    for words, change, freed, *where in _changes(config, setup, gpus, quantise):
+        found = best_fit(*where)
+        if isinstance(found, Fit):
+            instead = {name: _value(found.config, name) for name in freed}
+            return words, replace(found, settings={**change, **instead, **found.settings})
+    return None
+
+
+def _changes(
+    config: TrainConfig, setup: Setup, gpus: Sequence[Gpu], quantise: Callable[[], Path | None]
+) -> Iterator[Any]:
+    """In words, new settings, settings that are chosen again, and the arguments of `best_fit`."""
+    if fixed := [name for name in FREED if _is_set(config, name)]:
+        yield f"without {', '.join(fixed)}", {}, fixed, _without(config, fixed), setup, gpus
+    if (model := quantise()) is not None:
+        change = {"model.name": f"{config.model.name.removesuffix('/config.json')}-AWQ"}
+        whole = [name for name in ("trainer.offload", "trainer.replicate_base") if _is_set(config, name)]
+        with_base = replace(setup, model_path=model)
+        yield "with the base in 4 bits (AWQ)", change, whole, _without(config, whole), with_base, gpus
+    for part in (2, 4) if config.source.shorter == COMPLETION else ():
+        length = {COMPLETION: max(1, config.rollout.max_completion_tokens // part)}
+        shorter = with_settings(config, length)
+        yield f"with sequences of {shorter.max_sequence_tokens:,} tokens", length, [], shorter, setup, gpus
+    own, counts = (gpus[0].total_bytes or 0) / GIB, [n for n in (2, 4, 8, 16) if n > len(gpus)]
+    larger = [(len(gpus), size) for size in USUAL_GIB if size > own]
+    for n, size in [*((n, own) for n in counts), *larger, *((n, USUAL_GIB[-1]) for n in counts)]:
+        yield f"on {n}x{size:g}", {}, [], config, setup, described_gpus(f"{n}x{size:g}")
+
+
+def with_settings(config: TrainConfig, settings: dict[str, Any]) -> TrainConfig:
+    """The settings with others, which then count as set."""
+    for name, value in settings.items():
+        section, _, field = name.partition(".")
+        changed = getattr(config, section).model_copy(update={field: value})
+        config = config.model_copy(update={section: changed})
+    return config
+
+
+def _without(config: TrainConfig, names: Sequence[str]) -> TrainConfig:
+    """The settings with the defaults of these."""
+    tree = config.model_dump(exclude_unset=True)
+    for name in names:
+        section, _, field = name.partition(".")
+        tree.get(section, {}).pop(field, None)
+    return TrainConfig.model_validate(tree)
+
+
+def _is_set(config: TrainConfig, name: str) -> bool:
+    section, _, field = name.partition(".")
+    return field in getattr(config, section).model_fields_set
+
+
+def _value(config: TrainConfig, name: str) -> Any:
+    section, _, field = name.partition(".")
+    return getattr(getattr(config, section), field)
