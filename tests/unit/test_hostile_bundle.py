@@ -253,6 +253,14 @@ def test_models(bundle: Bundle) -> None:
     assert "\x1b" not in reply.output
 
 
+def test_plan(bundle: Bundle) -> None:
+    """It computes, and runs nothing that a recipe names."""
+    for recipe in ([], ["--recipe", "./evil.toml"]):
+        reply = call(["plan", "--model", "model", "--gpus", "8x80", *recipe])
+        assert reply.code in (0, 1, 2), reply.output
+        assert "\x1b" not in reply.output
+
+
 def test_sweep(bundle: Bundle) -> None:
     words = ["sweep", "--model", "model", "--grid", "seed=0,1", "--out", "new", *SMALL]
     for more in ([], ["--dry-run"]):
