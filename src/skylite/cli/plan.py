@@ -1,4 +1,4 @@
-"""What fits on GPUs that you describe: bytes, placement, and the command to run.
+"""Say what fits on GPUs that you describe, and how to run it.
 
 Needs no GPU and no weights: config.json is enough. Exits 1 if it does not fit.
 """

@@ -134,7 +134,7 @@ def _shapes_of_config(folder: Path) -> dict[str, list[int]]:
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             with torch.device("meta"):
-                model = auto_class(config).from_config(config)
+                model = auto_class(config).from_config(config, trust_remote_code=False)
         except Exception as error:  # noqa: BLE001 a config.json of a stranger may raise anything there
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise ModelError(
