@@ -4,9 +4,8 @@
 
 RUN: a finished run of `make lora-gsm8k`, which keeps its last versions. For each dtype vLLM's own
 `api_server` serves the base, without anything of skylite. Adapters are loaded as peers' trainers do: each
-version under its own name, in place under one name (`load_inplace`), and under the base's name, for which
-vLLM goes on sampling the base. Each case is one `skylite probe` as a process; the file has its verdict, exit
-code and seconds, and whether the verdict is the right one.
+version under its own name, or in place under one name (`load_inplace`). Each case runs `skylite probe`. The
+file has its verdict, exit code and seconds, and whether the verdict is the right one.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Case:
     verdict: str
     """How it begins."""
     base: Path | None = None
-    """That the probe is told; None: the true one."""
+    """The base that the probe is told. None: the true one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ def cases(server: Server, run: RunDir, model: Path, folder: Path) -> Iterator[Ca
 
     right = f"policy-v{newest.version:06d}"
     yield Case("versioned name", loaded(right, newest.path), right, "applied")
-    yield Case("base under no adapter's name", lambda: None, BASE, "not applied")
+    yield Case("the base's own name", lambda: None, BASE, "not applied")
     server.unload(right)
     yield Case("one name, one version old", loaded(ONE_NAME, older.path), ONE_NAME, "another adapter")
     yield Case("one name, reloaded in place", reloaded, ONE_NAME, "applied")

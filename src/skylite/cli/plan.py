@@ -56,7 +56,7 @@ def plan(flags: PlanFlags) -> None:
     """Print the plan, or what would fit. Raises SkyliteError for settings that no GPUs can run."""
     gpus = described_gpus(flags.gpus)
     config, lengths = plan_config(flags.recipe, flags.provenance, flags.tokens)
-    words, better, other = command_words(flags, lengths), None, None
+    words, instead, other = command_words(flags, lengths), None, None
     with model_or_outline(config.model.name) as path, temporary_folder("plan-") as spare:
         setup = checked_setup(config, path)
         sizes, quantised = setup.sizes(config), spare / path.name
@@ -64,9 +64,11 @@ def plan(flags: PlanFlags) -> None:
         if isinstance(found, Fit):
             other = best_fit(config, setup, gpus, found.placement.other_kind)
         else:
-            better = what_helps(
+            instead = what_helps(
                 config, setup, gpus, lambda: quantised if write_quantised(path, quantised) else None
             )
+    fit, reason = (found, "") if isinstance(found, Fit) else (None, found.what)
+    change, better = instead or ("", None)
     model = (
         f"{path.name}: {sizes.parameters / 1e9:.1f} billion parameters, LoRA rank {config.lora.max_rank}, "
         f"sequences of {config.max_sequence_tokens:,} tokens"
@@ -75,11 +77,11 @@ def plan(flags: PlanFlags) -> None:
     facts = {
         "model": model,
         "gpus": where,
-        "fits": isinstance(found, Fit),
-        "reason": "" if isinstance(found, Fit) else found.what,
-        "would_fit": "" if better is None else better[0],
-        "plan": fit_facts(found if isinstance(found, Fit) else better and better[1], words),
-        "other_placement": fit_facts(other, words),
+        "fits": fit is not None,
+        "reason": reason,
+        "would_fit": change,
+        "plan": fit_facts(fit or better, words),
+        "other_placement": fit_facts(other if isinstance(other, Fit) else None, words),
     }
     show(json.dumps(facts, indent=1) if flags.as_json else plan_text(facts))
     sys.exit(0 if facts["fits"] else 1)
@@ -134,13 +136,13 @@ def command_words(flags: PlanFlags, lengths: dict[str, Any]) -> dict[str, list[s
 
 
 def setting_words(settings: dict[str, Any]) -> dict[str, list[str]]:
-    """By setting."""
+    """The words of `skylite train` that set these, by setting."""
     return {name: ["--set", f"{name}={json.dumps(value)}"] for name, value in settings.items()}
 
 
-def fit_facts(fit: object, words: dict[str, list[str]]) -> dict[str, Any] | None:
-    """A plan for programs; None: there is none."""
-    if not isinstance(fit, Fit):
+def fit_facts(fit: Fit | None, words: dict[str, list[str]]) -> dict[str, Any] | None:
+    """A plan for programs; None without one."""
+    if fit is None:
         return None
     chosen = words | setting_words(fit.settings)
     return {
@@ -192,15 +194,14 @@ def left_text(plan: dict[str, Any]) -> str:
 
 def table(on_gpus: dict[int, dict[str, int]]) -> Iterator[str]:
     """GiB by part, with a column for each kind of GPU."""
-    alike = list[tuple[list[int], dict[str, int]]]()
+    alike = dict[tuple[tuple[str, int], ...], list[int]]()
     for gpu, parts in on_gpus.items():
-        if same := [numbers for numbers, others in alike if others == parts]:
-            same[0].append(gpu)
-        else:
-            alike.append(([gpu], parts))
-    names = [*dict.fromkeys(name for _, parts in alike for name in parts if name != FREE), FREE]
-    rows = [["GiB", *(f"GPU {numbers_text(numbers)}" for numbers, _ in alike)]]
-    rows += [[n, *(f"{parts[n] / GIB:.1f}" if n in parts else "" for _, parts in alike)] for n in names]
+        alike.setdefault(tuple(parts.items()), []).append(gpu)
+    kinds = [dict(parts) for parts in alike]
+    names = [*dict.fromkeys(name for parts in kinds for name in parts if name != FREE), FREE]
+    rows = [["GiB", *(f"GPU {numbers_text(gpus)}" for gpus in alike.values())]]
+    for name in names:
+        rows.append([name, *(f"{parts[name] / GIB:.1f}" if name in parts else "" for parts in kinds)])
     yield from columns(rows)
 
 
