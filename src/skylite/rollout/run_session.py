@@ -258,7 +258,7 @@ async def _supervised(
                 progress.phase("failed", error=str(reason))
             raise reason from None
     if finished and plan.last_step < plan.config.num_steps:
-        text = f"waits at step {plan.last_step} for other policies of its sweep"
+        text = f"at step {plan.last_step}, to wait for other policies of its sweep"
         progress.phase("stopped", text, error=text)
         return True
     progress.phase("done" if finished else "stopped")
