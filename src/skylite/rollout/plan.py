@@ -150,8 +150,9 @@ def plan_run(
     notes = notes_of(
         *notes,
         *(data_note(config, info, len(train)), filter_note, held_out_note(held_out)),
-        *(*template_notes(config.data), clock_note(template), *prompt_notes, *teacher_notes),
-        *(*scored.notes, *adapter_notes, length_note, *device_notes),
+        *(*template_notes(config.data), clock_note(template)),
+        *(*prompt_notes, *teacher_notes, *scored.notes),
+        *(*adapter_notes, length_note, *device_notes),
     )
     images = max(len(prompt.images) for prompt in (*train, *held_out))
     config, placement, memory, notes = choose_placement(config, model, launcher, notes, images)
