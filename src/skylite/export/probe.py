@@ -33,6 +33,8 @@ ALPHAS = (0.5, 2.0, 0.25, 4.0)
 """Factors of all kinds from which the fit may start, besides 1, 0, and each kind left out."""
 STEPS, DIFFERENCE, CONVERGED = 8, 0.05, 1e-3
 """Most steps of the fit, the change of a factor that shows its effect, and the change that ends it."""
+WORTH = 0.9
+"""So does a step that leaves more than this part of what the one before left: what no factors explain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,10 +201,11 @@ def fit(
         rest = seen - at(best)
         change, errors = least_squares(effects, rest)
         better = best + change
-        if rms(seen - at(better)) >= rms(rest):
+        left = rms(seen - at(better))
+        if left >= rms(rest):
             break
         best = better
-        if (np.abs(change) < np.maximum(CONVERGED, errors / 4)).all():
+        if left > WORTH * rms(rest) or (np.abs(change) < np.maximum(CONVERGED, errors / 4)).all():
             break
     return best, errors, rms(seen - at(best))
 
