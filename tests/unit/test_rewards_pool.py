@@ -42,6 +42,13 @@ def rewards_of(scores: list[Score]) -> list[float]:
     return [score.reward for score in scores]
 
 
+def semaphores_of(pid: int) -> list[Path]:
+    """Files of shared memory: a process maps them under the name that they had before they were linked."""
+    maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
+    inodes = {int(line.split()[4]) for line in maps if "/dev/shm/sem." in line}
+    return [file for file in Path("/dev/shm").glob("sem.mp-*") if file.stat().st_ino in inodes]
+
+
 def wait_until_dead(pid: int) -> None:
     deadline = time.monotonic() + 20
     while alive(pid):
@@ -159,13 +166,20 @@ if __name__ == "__main__":
 """
 
 
-def test_workers_die_with_a_killed_parent(spec: str, tmp_path: Path) -> None:
+def test_a_killed_process_group_leaves_no_worker_and_no_semaphore(spec: str, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT, encoding="utf-8")
-    with subprocess.Popen([sys.executable, str(script), spec], stdout=subprocess.PIPE, text=True) as parent:
+    command = [sys.executable, str(script), spec]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert alive(pid)
-        parent.kill()
+        semaphores = semaphores_of(parent.pid)
+        os.killpg(parent.pid, signal.SIGKILL)
         parent.wait()
     wait_until_dead(pid)
+    assert semaphores
+    deadline = time.monotonic() + 20
+    while left := [file for file in semaphores if file.exists()]:
+        assert time.monotonic() < deadline, f"{left} are still there"
+        time.sleep(0.05)

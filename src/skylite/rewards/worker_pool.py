@@ -8,10 +8,10 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from pathlib import Path
 
 from skylite.config.rollout import RewardParameters
@@ -64,6 +64,8 @@ class RewardPool:
         self._takes_several = any(c.function.takes_several for c in components)
         # Libraries that a reward imports obey files of the working folder, such as ./.env.
         self._folder = TemporaryFolder("rewards-")
+        with _in_own_session():  # the executor would start it
+            resource_tracker.ensure_running()
         context = multiprocessing.get_context("spawn")
         self._executor = ProcessPoolExecutor(
             num_workers,
@@ -80,11 +82,8 @@ class RewardPool:
             ),
         )
         before = set(multiprocessing.active_children())
-        # Workers start with the signals blocked, until they ignore them. The tracker, which unblocks SIGINT
-        # and SIGTERM after it ignores them, keeps SIGHUP blocked.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        # Workers start with the signals blocked, until they ignore them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             for _ in range(num_workers):
                 self._executor.submit(os.getpid)
@@ -149,6 +148,27 @@ class RewardPool:
         if self._watching is not None:
             self._watching.remove_reader(sentinel)  # it stays readable, so the callback would run again
         lost(_worker_lost())
+
+
+@contextlib.contextmanager
+def _in_own_session() -> Iterator[None]:
+    """Let multiprocessing start its tracker in a session of its own.
+
+    The tracker removes the pool's semaphores when this process is gone. So it must outlive a signal to the
+    process group, such as that of a closed terminal or of `kill -9 -PGID`.
+    """
+    before = util.spawnv_passfds
+
+    def spawn(path: bytes, args: Sequence[bytes | str], passfds: Sequence[int]) -> int:
+        for descriptor in passfds:
+            os.set_inheritable(descriptor, True)  # multiprocessing closes it here at once
+        return os.posix_spawn(path, args, os.environ, setsid=True)
+
+    util.spawnv_passfds = spawn
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = before
 
 
 def _worker_lost() -> ChildDied:
