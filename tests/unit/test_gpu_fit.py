@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from skylite.cli.plan import checked_setup, plan_config
+from skylite.cli.plan import checked_setup, memory_of_run, plan_config, table
 from skylite.config.provenance import from_command_line
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.model_sizes import model_sizes
@@ -22,6 +22,8 @@ from skylite.processes.torchrun import trainer_command
 from skylite.resources.gpu_fit import GIB, Fit, attempts, best_fit, described_gpus, with_settings
 from skylite.resources.gpu_memory_plan import Setup, fit_memory
 from skylite.resources.gpu_placement import place
+from skylite.rollout.plan import RunPlan
+from skylite.run.run_dir import RunDir
 from tests.decisions import resolved
 from tests.tiny_models import tiny_config
 from tests.unit.bad_inputs import Reply, call
@@ -120,7 +122,9 @@ def test_the_bytes_of_a_divided_model(models: Path) -> None:
 
 
 @pytest.mark.parametrize(("shape", "count"), [("7B", 1), ("14B", 4), ("72B", 8)])
-def test_a_run_on_such_gpus_plans_the_same(machine: Machine, models: Path, shape: str, count: int) -> None:
+def test_a_run_on_such_gpus_plans_the_same(
+    machine: Machine, models: Path, tmp_path: Path, shape: str, count: int
+) -> None:
     found = fit(models / shape, f"{count}x80")
     machine.lists(*[H100] * count, used_mib=0)
     machine.has_torch()
@@ -130,6 +134,30 @@ def test_a_run_on_such_gpus_plans_the_same(machine: Machine, models: Path, shape
     setup = Setup(VllmLauncher(), models / shape, "cuda", "bfloat16", "dense", choice)
     assert fit_memory(config, setup) == (found.config, found.memory, found.notes)
     assert (choice.rank_gpus, choice.engine_gpus) == (found.placement.rank_gpus, found.placement.engine_gpus)
+    on_gpus = {"device": "cuda", "dtype": "bfloat16", "rank_gpus": choice.rank_gpus}
+    plan = RunPlan(
+        run=RunDir(tmp_path / "run"),
+        config=found.config,
+        resolved=resolved(models / shape, tmp_path, placement=on_gpus),
+        train=[],
+        held_out=[],
+        rewards=(),
+        first_step=1,
+    )
+    assert memory_of_run(plan).splitlines() == list(table(found.table()))
+
+
+def test_a_dry_run_prints_no_memory_of_gpus_on_a_cpu_or_of_unknown_size(
+    machine: Machine, models: Path, tmp_path: Path
+) -> None:
+    config, _ = plan_config(None, from_command_line(()), 2048)
+    machine.lists(H100.replace("81920", "[N/A]"))
+    for device in ("cpu", "cuda"):
+        at = resolved(models / "0.5B", tmp_path, placement={"device": device})
+        plan = RunPlan(
+            run=RunDir(tmp_path), config=config, resolved=at, train=[], held_out=[], rewards=(), first_step=1
+        )
+        assert memory_of_run(plan) == ""
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen2_5_vl"])

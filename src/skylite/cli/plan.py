@@ -27,11 +27,21 @@ from skylite.engine.model_limits import check_context, check_trainable
 from skylite.engine.tensor_parallel import check_divisible
 from skylite.errors import ConfigError
 from skylite.hub.outline import model_or_outline, write_quantised
+from skylite.processes.gpus import visible_gpus
 from skylite.processes.private_folders import temporary_folder
-from skylite.resources.gpu_fit import FREE, GIB, Fit, best_fit, described_gpus, what_helps, with_settings
+from skylite.resources.gpu_fit import (
+    FREE,
+    GIB,
+    Fit,
+    best_fit,
+    described_gpus,
+    measured,
+    what_helps,
+    with_settings,
+)
 from skylite.resources.gpu_memory_plan import Setup
-from skylite.resources.gpu_placement import GpuChoice
-from skylite.rollout.plan import device_defaults
+from skylite.resources.gpu_placement import GpuChoice, assign_gpus
+from skylite.rollout.plan import RunPlan, device_defaults
 from skylite.ui.logs import show
 
 
@@ -150,7 +160,7 @@ def fit_facts(fit: Fit | None, words: dict[str, list[str]]) -> dict[str, Any] | 
         "where": fit.placement.notes[0].text,
         "rank_gpus": fit.placement.rank_gpus,
         "engine_gpus": fit.placement.engine_gpus,
-        "bytes": {gpu: fit.parts(gpu) for gpu in sorted(fit.placement.gpus)},
+        "bytes": fit.table(),
         "sequences": fit.sequences,
         "few": fit.is_slow,
         "micro_batch_tokens": fit.tokens,
@@ -190,6 +200,19 @@ def left_text(plan: dict[str, Any]) -> str:
         f"{sampled if plan['engine_gpus'] else ''}A micro-batch has up to {plan['micro_batch_tokens']:,} "
         f"tokens, with trainer.checkpointing={plan['checkpointing']}."
     )
+
+
+def memory_of_run(plan: RunPlan) -> str:
+    """The table of a checked run; "" on a CPU, and on GPUs of unknown size."""
+    at = plan.resolved.placement
+    if at.device == "cpu":
+        return ""
+    placement = assign_gpus(plan.config, visible_gpus())
+    if any(gpu.total_bytes is None for gpu in placement.gpus.values()):
+        return ""
+    launcher = load_launcher(plan.config, plan.resolved.trust.programs)
+    setup = Setup(launcher, plan.resolved.model.path, at.device, at.dtype, at.cpu_lora, placement)
+    return "\n".join(table(measured(plan.config, {}, setup).table()))
 
 
 def table(on_gpus: dict[int, dict[str, int]]) -> Iterator[str]:

@@ -86,8 +86,7 @@ def _start(flags: TrainFlags, limit: TimeLimit | None) -> bool:
     plan, data_path = plan_new(flags.provenance, flags.recipe, flags.run, keep=not flags.dry_run)
     if flags.dry_run:
         shown = plan.config.data.model_copy(update={"path": data_path})
-        print_settings(plan.config.model_copy(update={"data": shown}))
-        logger.info(ready_text(plan))
+        show_plan(plan, plan.config.model_copy(update={"data": shown}))
         return True
     # Lock before writing: of two processes that start at once, one must see the lock of the other.
     with lock_run(plan.run.root, plan.resolved.identity.lora_sync_path, plan.config.lora):
@@ -146,8 +145,7 @@ def _resume(flags: TrainFlags, run: RunDir, limit: TimeLimit | None) -> bool:
             locks.enter_context(lock_run(run.root, run.adapters(recorded), recorded.config.lora))
         plan = plan_resume(run, flags.provenance, at=flags.at)
         if flags.dry_run:
-            print_settings(plan.config)
-            logger.info(ready_text(plan))
+            show_plan(plan, plan.config)
             return True
         check_disk_space(plan.run, plan.config, plan.resolved)
         return _train(plan, limit)
@@ -168,6 +166,16 @@ def print_settings(config: TrainConfig) -> None:
     """Print the resolved settings as JSON on stdout."""
     # json.dumps escapes control characters, which `show` would replace by spaces.
     show(json.dumps(config.model_dump(mode="json"), indent=1))
+
+
+def show_plan(plan: RunPlan, config: TrainConfig) -> None:
+    """What --dry-run prints: settings, memory of each GPU, and a verdict."""
+    from skylite.cli.plan import memory_of_run
+
+    print_settings(config)
+    if memory := memory_of_run(plan):
+        logger.info("predicted memory:\n%s", memory)
+    logger.info(ready_text(plan))
 
 
 def ready_text(plan: RunPlan) -> str:

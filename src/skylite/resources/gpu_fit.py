@@ -78,6 +78,10 @@ class Fit:
         """Whether sampling takes most of the time."""
         return bool(self.placement.engine_gpus) and self.sequences < ENOUGH
 
+    def table(self) -> dict[int, dict[str, int]]:
+        """The parts of each GPU that ranks or engines have."""
+        return {gpu: self.parts(gpu) for gpu in sorted(self.placement.gpus)}
+
     def parts(self, gpu: int) -> dict[str, int]:
         """Predicted bytes on a GPU: of the trainer at `micro_batch_tokens`, and of its engines."""
         engines, tokens = self.placement.engine_gpus.count(gpu), micro_batch_tokens(self.config)
@@ -153,11 +157,16 @@ def best_fit(
 
 def fit_with(config: TrainConfig, settings: dict[str, Any], setup: Setup) -> Fit:
     """What a run with this placement has. Raises DoesNotFit, and ConfigError as a run does."""
+    found = measured(config, settings, setup)
+    if not found.tokens:
+        raise DoesNotFit(found.notes[-1].text)
+    return found
+
+
+def measured(config: TrainConfig, settings: dict[str, Any], setup: Setup) -> Fit:
+    """The same for a run that need not fit."""
     config, memory, notes = fit_memory(config, setup)
     trainer = trainer_memory(setup.sizes(config), config, "cuda", setup.dtype)
-    tokens = most_tokens(config, trainer, (memory.trainer_bytes or 0) + trainer.process)
-    if not tokens:
-        raise DoesNotFit(notes[-1].text)
     return Fit(
         config=config,
         settings=settings,
@@ -166,7 +175,7 @@ def fit_with(config: TrainConfig, settings: dict[str, Any], setup: Setup) -> Fit
         trainer=trainer,
         engine=setup.engine(config),
         notes=notes,
-        tokens=tokens,
+        tokens=most_tokens(config, trainer, (memory.trainer_bytes or 0) + trainer.process),
     )
 
 
