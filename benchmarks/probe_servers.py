@@ -33,6 +33,7 @@ from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir, published_versions
 
 BASE, ONE_NAME = "base", "policy"
+KEPT = ("verdict", "moved", "gap", "unexplained", "noise", "base_gap", "same_errors")
 START_S = 300.0
 ENV = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
@@ -181,7 +182,7 @@ def outcome(case: Case, server: Server, run: RunDir, model: Path) -> dict[str, A
     )
     seconds = round(time.monotonic() - started, 1)
     report = json.loads(done.stdout)
-    found = {key: report[key] for key in ("verdict", "moved", "gap", "unexplained", "noise")}
+    found = {key: report[key] for key in KEPT}
     is_right = report["verdict"].startswith(case.verdict) and done.returncode == int(
         case.verdict != "applied"
     )

@@ -19,6 +19,7 @@ import typer
 
 from skylite.adapters.folder import find_adapter
 from skylite.cli.options import AsJson, Step
+from skylite.engine.canary_reading import KindShare
 from skylite.engine.chat import longest_sequence, served_adapters, served_models
 from skylite.engine.connections import KEY_VARIABLE, Address
 from skylite.engine.interface import Engine
@@ -124,12 +125,17 @@ async def score_all(engine: Engine, name: str, sequences: list[list[int]]) -> li
     return [await engine.score(name, EncodedPrompt(tuple(ids))) for ids in sequences]
 
 
+def share_text(share: KindShare) -> str:
+    """The share, and how far from 1 a right one may be."""
+    return f"{share.share:.3f} (1 +- {share.limit:.2g})" if share.is_told else "too small to tell"
+
+
 def probe_report(found: Probe, names: Served) -> str:
     """A table of the parts, the differences, and the verdict."""
     rows = [("kind of module", "applied (1 is all)")]
-    rows += [(kind, str(share)) for kind, share in found.kinds.items()]
+    rows += [(kind, share_text(share)) for kind, share in found.kinds.items()]
     rows += [("", ""), ("tokens", "applied")]
-    rows += [(part, str(share)) for part, share in found.depths.items()]
+    rows += [(part, share_text(share)) for part, share in found.depths.items()]
     width = max(len(left) for left, _ in rows)
     lines = [f"{left:<{width}}  {right}".rstrip() for left, right in rows]
     noise = "not served beside it" if found.noise is None else f"{found.noise:.2g}"

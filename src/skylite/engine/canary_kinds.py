@@ -35,12 +35,18 @@ def read_kinds(scores: Iterable[Scores]) -> dict[str, KindShare]:
     explained = effects @ least_squares(effects, rest)[0]
     clip = CLIP * float(np.median(np.abs(rest - explained)))
     change, errors = least_squares(effects, explained + np.clip(rest - explained, -clip, clip))
-    # As for the whole adapter: rounding takes the smallest products away.
-    vanished = (
-        ROUNDED_AWAY * np.abs(own).mean() / np.maximum([rms(e) for e in effects.T], np.finfo(float).tiny)
-    )
-    limits = STANDARD_ERRORS * errors + SLACK + vanished
+    limits = share_limits(STANDARD_ERRORS * errors, effects, float(np.abs(own).mean()))
     return {k: KindShare(float(1 + c), float(x)) for k, c, x in zip(kinds, change, limits, strict=True)}
+
+
+def share_limits(errors: Floats, effects: Floats, rounding: float) -> Floats:
+    """[K] how far shares may be from 1 by their errors [K], by effects [T, K] and a mean rounding in nats.
+
+    As for the whole adapter, rounding takes the smallest products away.
+    """
+    sizes = np.maximum(np.sqrt(np.square(effects).mean(axis=0)), np.finfo(float).tiny)
+    limits: Floats = errors + SLACK + ROUNDED_AWAY * rounding / sizes
+    return limits
 
 
 def check_kinds(name: str, engine: str, kinds: Mapping[str, KindShare]) -> None:

@@ -15,55 +15,41 @@ from typing import Any
 
 import numpy as np
 
-from skylite.engine.canary_kinds import Floats, least_squares, rms
+from skylite.engine.canary_kinds import Floats, least_squares, rms, share_limits
+from skylite.engine.canary_limits_bf16 import MAX_STANDARD_ERRORS
+from skylite.engine.canary_reading import KindShare
 from skylite.errors import ModelError
-from skylite.export.canary_check import flat, load_float32, model_logprobs
+from skylite.export.canary_check import TOLERANCE, flat, load_float32, model_logprobs
 
 SEQUENCES, TOKENS = 8, 48
 """How many short texts are scored, and their tokens."""
 DEPTHS = (0, 64, 256, 1024, 4096, 16384)
 """Where the parts of the long text begin, in tokens."""
-ROUNDING_LIMIT = 0.1
-"""Largest mean difference in nats between two programs that compute the same model, one in 16 bits."""
+ROUNDING_LIMIT, SAME_ERRORS = 0.1, 0.6
+"""Two programs that compute the same model, one in 16 bits, differ by at most the first, on average in nats.
+Their differences with the adapter and without it hardly correlate; those from another base do, above the
+second."""
 MAX_NOISE = 3.0
 """An adapter leaves at most this many times the base's differences unexplained."""
-NEAR, STANDARD_ERRORS, TOLD = 0.1, 3.0, 0.25
-"""A factor is right within NEAR or its STANDARD_ERRORS; one whose error is over TOLD tells nothing."""
+NEAR = 0.1
+"""Shares under it are those of a server that does not apply the adapter."""
 ALPHAS = (0.5, 2.0, 0.25, 4.0)
 """Factors of all kinds from which the fit may start, besides 1, 0, and each kind left out."""
 STEPS, DIFFERENCE, CONVERGED = 8, 0.05, 1e-3
 """Most steps of the fit, the change of a factor that shows its effect, and the change that ends it."""
+CLOSE, CLOSE_NOISE = 0.1, 2.0
+"""A start is good that leaves less than this part of the adapter's move, or this many times the noise."""
 WORTH = 0.9
 """So does a step that leaves more than this part of what the one before left: what no factors explain."""
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """How much of an adapter's part is applied: 1 is all. NaN if it does not move the logprobs."""
-
-    share: float
-    error: float
-    """Its standard error."""
-
-    @property
-    def is_told(self) -> bool:
-        return self.error <= TOLD
-
-    @property
-    def is_right(self) -> bool:
-        return abs(self.share - 1) <= max(NEAR, STANDARD_ERRORS * self.error)
-
-    def __str__(self) -> str:
-        return f"{self.share:.3f} +- {self.error:.2g}" if self.is_told else "too small to tell"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """What was found. Differences are root mean squares in nats, but for `base_gap`."""
 
-    kinds: dict[str, Share]
+    kinds: dict[str, KindShare]
     """Kind of module -> how much of its LoRA the server applies."""
-    depths: dict[str, Share]
+    depths: dict[str, KindShare]
     """Tokens of the long text -> how much of the whole adapter it applies there."""
     moved: float
     """Adapter from base, computed here."""
@@ -75,6 +61,8 @@ class Probe:
     """Server's base from base; None if it does not serve its base beside the adapter."""
     base_gap: float | None
     """The same, mean absolute difference."""
+    same_errors: float | None
+    """Correlation of the server's differences with the adapter and without it: 1 if both are of its base."""
     verdict: str = ""
     """In words; `is_applied` sums it up."""
     is_applied: bool = False
@@ -148,28 +136,65 @@ class ServerScores:
     """None: it does not serve its base beside the adapter."""
     base_long: Floats | None = None
 
+    @property
+    def all(self) -> Floats:
+        """The short ones, then the long one."""
+        return np.concatenate([self.short, self.long])
+
+    @property
+    def base(self) -> Floats | None:
+        """The same of the base."""
+        if self.base_short is None or self.base_long is None:
+            return None
+        return np.concatenate([self.base_short, self.base_long])
+
 
 def judge(model: AdaptedModel, short: list[list[int]], long: list[int], server: ServerScores) -> Probe:
     """Compare a server's logprobs with the model's."""
-    kinds = model.kinds
-    right, base = (model.logprobs(short, dict.fromkeys(kinds, x)) for x in (1.0, 0.0))
+    kinds, texts, tokens = model.kinds, [*short, long], len(server.short)
+    right, base = (model.logprobs(texts, dict.fromkeys(kinds, x)) for x in (1.0, 0.0))
+    gap, own = server.all - right, None if server.base is None else server.base - base
+    # A server that rounds needs more tokens, and costs several times the time.
+    if own is not None and rms(own) <= TOLERANCE:
+        texts = short
+    used = slice(tokens if texts is short else None)
 
     def compute(factors: Floats) -> Floats:
-        return model.logprobs(short, dict(zip(kinds, factors, strict=True)))
+        return model.logprobs(texts, dict(zip(kinds, factors, strict=True)))
 
-    known = {(1.0,) * len(kinds): right, (0.0,) * len(kinds): base}
-    factors, errors, unexplained = fit(compute, server.short, len(kinds), known)
-    noise = None if server.base_short is None else rms(server.base_short - base)
-    found = Probe(
-        kinds={k: Share(f, e) for k, f, e in zip(kinds, factors.tolist(), errors.tolist(), strict=True)},
-        depths=by_depth(model, long, server),
-        moved=rms(right - base),
-        gap=rms(server.short - right),
-        unexplained=unexplained,
-        noise=noise,
-        base_gap=None if server.base_short is None else float(np.abs(server.base_short - base).mean()),
+    known = {(1.0,) * len(kinds): right[used], (0.0,) * len(kinds): base[used]}
+    found = fit(compute, server.all[used], len(kinds), known, 0.0 if own is None else rms(own))
+    rounding = float(np.abs(found.rest if own is None else own).mean())
+    limits = share_limits(MAX_STANDARD_ERRORS * found.errors, found.effects, rounding)
+    shares = zip(found.factors.tolist(), limits.tolist(), strict=True)
+    move = (right - base)[tokens:]
+    seen = server.long - (base[tokens:] if server.base_long is None else server.base_long)
+    return with_verdict(
+        Probe(
+            kinds={k: KindShare(*share) for k, share in zip(kinds, shares, strict=True)},
+            depths=by_depth(move, seen, rounding),
+            moved=rms(right - base),
+            gap=rms(gap),
+            unexplained=rms(found.rest),
+            noise=None if own is None else rms(own),
+            base_gap=None if own is None else rounding,
+            same_errors=None if own is None else correlation(gap, own),
+        )
     )
-    return with_verdict(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The factors that explain a server's logprobs best."""
+
+    factors: Floats
+    """[K]"""
+    errors: Floats
+    """[K] standard errors."""
+    effects: Floats
+    """[T, K] of a change by 1."""
+    rest: Floats
+    """[T] what they leave unexplained."""
 
 
 def fit(
@@ -177,11 +202,11 @@ def fit(
     seen: Floats,
     num_kinds: int,
     known: dict[tuple[float, ...], Floats] | None = None,
-) -> tuple[Floats, Floats, float]:
-    """The factors [K] with which `compute` explains `seen` [T] best.
+    noise: float = 0.0,
+) -> Fitted:
+    """The factors [K] with which `compute` explains `seen` [T] best, where `noise` (rms) is never explained.
 
-    Also their standard errors, and the root mean square of what they leave unexplained. Gauss-Newton steps
-    from the best start, while they explain more.
+    Gauss-Newton steps from the best start, while they explain more.
     """
     cache = dict(known or {})
 
@@ -193,7 +218,8 @@ def fit(
 
     ones, zeros = np.ones(num_kinds), np.zeros(num_kinds)
     best = min((ones, zeros), key=lambda x: rms(seen - at(x)))
-    if not is_close(seen - at(best), at(ones) - at(zeros)):
+    # All of the adapter or nothing, but for the noise and little else: no need for another start.
+    if rms(seen - at(best)) > max(CLOSE * rms(at(ones) - at(zeros)), CLOSE_NOISE * noise):
         others = [np.full(num_kinds, x) for x in ALPHAS] + [ones - one for one in np.eye(num_kinds)]
         best = min((best, *others), key=lambda x: rms(seen - at(x)))
     for _ in range(STEPS):
@@ -207,12 +233,7 @@ def fit(
         best = better
         if left > WORTH * rms(rest) or (np.abs(change) < np.maximum(CONVERGED, errors / 4)).all():
             break
-    return best, errors, rms(seen - at(best))
-
-
-def is_close(rest: Floats, move: Floats) -> bool:
-    """Whether little of an adapter's move is unexplained."""
-    return rms(rest) < 0.1 * rms(move)
+    return Fitted(factors=best, errors=errors, effects=effects, rest=seen - at(best))
 
 
 def effect_of(at: Callable[[Floats], Floats], factors: Floats, index: int) -> Floats:
@@ -222,30 +243,42 @@ def effect_of(at: Callable[[Floats], Floats], factors: Floats, index: int) -> Fl
     return (at(factors) - at(less)) / DIFFERENCE
 
 
-def by_depth(model: AdaptedModel, long: list[int], server: ServerScores) -> dict[str, Share]:
-    """The share of the whole adapter that is applied in each part of the long text."""
-    right, base = (model.logprobs([long], dict.fromkeys(model.kinds, x)) for x in (1.0, 0.0))
-    seen = server.long - (base if server.base_long is None else server.base_long)
+def by_depth(move: Floats, seen: Floats, rounding: float) -> dict[str, KindShare]:
+    """The share of the adapter's move [L - 1] that is seen in each part of the long text."""
     found = {}
-    for start, end in zip(DEPTHS, (*DEPTHS[1:], len(long)), strict=True):
-        part = slice(start, min(end, len(right)))
-        if len(right[part]) >= DEPTHS[1] // 2:
-            change, error = least_squares((right - base)[part, None], seen[part])
-            found[f"{start + 1} to {part.stop + 1}"] = Share(float(change[0]), float(error[0]))
+    for start, end in zip(DEPTHS, (*DEPTHS[1:], len(move) + 1), strict=True):
+        part = slice(start, min(end, len(move)))
+        if len(move[part]) >= DEPTHS[1] // 2:
+            effects = move[part, None]
+            change, errors = least_squares(effects, seen[part])
+            limits = share_limits(MAX_STANDARD_ERRORS * errors, effects, rounding)
+            found[f"{start + 1} to {part.stop + 1}"] = KindShare(float(change[0]), float(limits[0]))
     return found
+
+
+def correlation(a: Floats, b: Floats) -> float:
+    """Of two series around 0; 0 if one is 0."""
+    size = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / size if size else 0.0
+
+
+def has_another_base(probe: Probe) -> bool:
+    """Whether the server's differences are more than rounding, or there with and without the adapter."""
+    if probe.base_gap is None or probe.noise is None or probe.same_errors is None:
+        return False
+    is_same = TOLERANCE < probe.noise < probe.moved and probe.same_errors > SAME_ERRORS
+    return probe.base_gap > ROUNDING_LIMIT or is_same
 
 
 def with_verdict(probe: Probe) -> Probe:
     """The probe with what it means, the worst first."""
     told = [share for share in probe.kinds.values() if share.is_told]
-    wrong = {kind: share for kind, share in probe.kinds.items() if share.is_told and not share.is_right}
+    wrong = {kind: share for kind, share in probe.kinds.items() if share.is_wrong}
     noise = probe.noise if probe.noise is not None else ROUNDING_LIMIT
-    mean = float(np.mean([share.share for share in told])) if told else np.nan
-    is_common = len(told) > 1 and all(
-        abs(s.share - mean) <= max(NEAR * abs(mean), STANDARD_ERRORS * s.error, 0.02) for s in told
-    )
-    deep = [part for part, share in probe.depths.items() if share.is_told and not share.is_right]
-    if probe.base_gap is not None and probe.base_gap > ROUNDING_LIMIT:
+    mean = float(np.average([s.share for s in told], weights=[s.limit**-2 for s in told])) if told else np.nan
+    is_common = len(told) > 1 and all(abs(s.share - mean) <= max(NEAR * abs(mean), s.limit) for s in told)
+    deep = [part for part, share in probe.depths.items() if share.is_wrong]
+    if has_another_base(probe):
         verdict = f"another base: its logprobs differ by {probe.base_gap:.2g} nats on average"
     elif probe.unexplained > max(MAX_NOISE * noise, 1e-4) and probe.unexplained > 0.1 * probe.gap:
         what = "adapter or version" if probe.noise is not None else "adapter, version or base"
