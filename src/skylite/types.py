@@ -115,6 +115,10 @@ class Call:
     """What a teacher reads in place of the prompt. Empty: it has no prompt of its own."""
     teacher_logprobs: list[float] = field(default_factory=list)
     """[C] in nats, of a teacher on a server. Empty: none scored the tokens."""
+    teacher_top_ids: array[int] = field(default_factory=lambda: array("i"))
+    """[C * K] the tokens that it finds most likely in place of each one, the best first. Empty: not asked."""
+    teacher_top_logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """[C * K] in nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +199,8 @@ class Group:
 
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Among the extras of an example: float32 logprobs of a teacher on a server, 0 for context."""
+TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS = "teacher_top_ids", "teacher_top_logprobs"
+"""The same: [C, K] the K tokens that it finds most likely in place of each scored one, int32 and float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -229,7 +235,7 @@ class TrainingExample:
     teacher_prompt: IntArray | None = None
     """What a teacher reads before the completion, in place of the context. None: nothing of its own."""
     extras: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """Other values of the tokens [L], such as TEACHER_LOGPROBS."""
+    """Other values of the tokens [L], such as TEACHER_LOGPROBS, or of the scored ones [C]."""
     images: tuple[ImageTokens, ...] = ()
     """Of the context."""
 

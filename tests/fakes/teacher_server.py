@@ -13,6 +13,8 @@ from tests.fakes.http_stub import Answer, serving
 
 Scores = Callable[[list[int]], Sequence[float]]
 """Token ids [L] -> logprobs [L - 1] of all but the first."""
+Best = Callable[[list[int], int], Sequence[dict[int, float]]]
+"""Token ids [L] and K -> of all but the first, the logprobs of the K most likely tokens in its place."""
 Fault = Callable[[str, int], tuple[int, str] | None]
 """(path, number of earlier requests) -> status and body in place of the answer, or None."""
 
@@ -23,6 +25,8 @@ class TeacherStub:
 
     tokenizer: Any
     scores: Scores
+    best: Best | None = None
+    """None: it refuses more than the token's own logprob, in vLLM's words."""
     models: dict[str, int | None] = field(default_factory=lambda: {"big": None})
     """Name -> max_model_len."""
     fault: Fault = lambda path, number: None
@@ -40,6 +44,9 @@ class TeacherStub:
             self.headers.append(headers)
         if (failed := self.fault(path, number)) is not None:
             return failed[0], {}, failed[1]
+        if self.best is None and (count := (body or {}).get("prompt_logprobs")):
+            what = f"Requested prompt logprobs of {count}, which is greater than max allowed: 0"
+            return 400, {}, json.dumps({"error": {"message": what, "type": "BadRequestError"}})
         return 200, {}, json.dumps(self.reply(path, body))
 
     def reply(self, path: str, body: Any) -> Any:
@@ -52,12 +59,14 @@ class TeacherStub:
         if path == "/detokenize":
             return {"prompt": self.tokenizer.decode(body["tokens"])}
         assert path == "/v1/completions"
-        assert (body["max_tokens"], body["prompt_logprobs"]) == (1, 0)
-        ids = body["prompt"]
+        assert body["max_tokens"] == 1
+        ids, count = body["prompt"], body["prompt_logprobs"]
         with self.lock:
             self.prompts.append(ids)
             scores = self.scores(ids)
-        rows = [{str(i): {"logprob": x, "rank": 1}} for i, x in zip(ids[1:], scores, strict=True)]
+            best = self.best(ids, count) if self.best is not None else [{} for _ in scores]
+        found = [x | {i: score} for i, score, x in zip(ids[1:], scores, best, strict=True)]
+        rows = [{str(i): {"logprob": x, "decoded_token": "?"} for i, x in row.items()} for row in found]
         return {"choices": [{"prompt_logprobs": [None, *rows]}]}
 
 

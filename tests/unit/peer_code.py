@@ -66,6 +66,17 @@ def load_trl_gkd() -> Callable[..., torch.Tensor]:
     return loss
 
 
+def load_trl_server_distillation() -> ModuleType:
+    """TRL's distillation from a teacher on a server."""
+    _require("trl", [])
+    from trl import import_utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(import_utils, "is_vllm_available", lambda *_, **__: False)
+        patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+        return importlib.import_module("trl.experimental.server_distillation.server_distillation_trainer")
+
+
 def load_verl() -> SimpleNamespace:
     """verl's advantages and losses (`core`) and its importance weights (`corrections`)."""
     _require("verl", [str(PEERS)])

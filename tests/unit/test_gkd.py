@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from skylite.algorithms.divergences import jensen_shannon
 from skylite.algorithms.losses import BatchSize, LossInputs
 from skylite.config.algorithm import AlgorithmConfig, ImportanceConfig
 from skylite.model import chunked_divergence
-from skylite.model.chunked_divergence import Head, head_divergences
+from skylite.model.chunked_divergence import Head, TeacherStates
 from skylite.model.process_group import Dist
 from skylite.run.rollout_file import examples_of
 from skylite.trainer.step import train_step
@@ -56,6 +57,11 @@ def test_divergences_of_two_coins(beta: float, expected: float) -> None:
     assert jensen_shannon(policy.log(), policy.log(), beta).tolist() == pytest.approx([0.0], abs=1e-7)
 
 
+def tokens_of(targets: Tensor) -> Any:
+    """Each predicted by the row of its own number."""
+    return SimpleNamespace(rows=torch.arange(len(targets)), targets=targets)
+
+
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, 2.0)])
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("elements", [1 << 20, 60], ids=["one chunk", "many chunks"])
@@ -73,8 +79,8 @@ def test_values_and_gradients_are_those_of_trl(
     weight, bias, targets = torch.randn(23, 8), torch.randn(23), torch.randint(23, (11,))
     leaf, peer = (hidden.clone().requires_grad_() for _ in range(2))
     of_loss = torch.rand(11)
-    values, logprobs = head_divergences(
-        leaf, teacher, targets, Head(weight, bias, softcap), temperature, partial(jensen_shannon, beta=beta)
+    values, logprobs = TeacherStates(teacher, None, partial(jensen_shannon, beta=beta)).compare(
+        leaf, tokens_of(targets), Head(weight, bias, softcap), temperature
     )
     (values * of_loss).sum().backward()
     own, logits = (torch.nn.functional.linear(x, weight, bias) for x in (peer, teacher))
@@ -107,10 +113,9 @@ def test_no_tensor_holds_the_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(chunked_divergence.CHUNK_ELEMENTS, "cpu", 4000)
     hidden, weight = torch.randn(60, 4, requires_grad=True), torch.randn(1000, 4)
     with Largest() as seen:
-        values, _ = head_divergences(
-            hidden, torch.randn(60, 4), torch.zeros(60).long(), Head(weight), 1.0,
-            partial(jensen_shannon, beta=0.5),
-        )  # fmt: skip
+        values, _ = TeacherStates(torch.randn(60, 4), None, partial(jensen_shannon, beta=0.5)).compare(
+            hidden, tokens_of(torch.zeros(60).long()), Head(weight), 1.0
+        )
         values.sum().backward()
     assert seen.elements == 4000
 
@@ -238,7 +243,6 @@ def test_reward_and_divergence_are_added_and_an_untaught_token_has_the_reward_al
     ("algorithm", "sentence"),
     [
         ({"teacher_beta": 0.5}, "teacher_beta=0.5 has no effect with algorithm.name=grpo"),
-        ({"name": "gkd", "teacher": "http://h"}, "gives the logprobs of the sampled tokens alone"),
         ({"name": "gkd"}, "teacher=base starts as the policy itself"),
         ({"name": "gkd", "teacher": "x", "teacher_beta": 1.5}, "less than or equal to 1"),
     ],

@@ -3,7 +3,8 @@
 Each token's advantage is log teacher - log policy: the policy gradient of the reverse KL of the token (Lu,
 "On-Policy Distillation", Thinking Machines Lab, 2025; MiniLLM, arXiv 2306.08543). With
 algorithm.teacher_beta the loss is instead a divergence of the distributions over the whole vocabulary (GKD,
-arXiv 2306.13649), whose gradient does not go through the sampled token. A reward may be mixed in.
+arXiv 2306.13649), or over the best tokens that a server gives, whose gradient does not go through the sampled
+token. A reward may be mixed in.
 In a self-distillation the teacher is the model itself with more in its prompt: a solution or a success.
 """
 
@@ -41,6 +42,10 @@ class OnPolicyDistillation(PolicyGradient):
     @property
     def has_teacher_server(self) -> bool:
         return self.config.teacher_url is not None
+
+    @property
+    def teacher_top_k(self) -> int:
+        return self.config.teacher_top_k
 
     @property
     def shows_teacher_more(self) -> bool:

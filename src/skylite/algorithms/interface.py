@@ -63,6 +63,11 @@ class Algorithm:
         return False
 
     @property
+    def teacher_top_k(self) -> int:
+        """Of how many of its most likely tokens a server gives the logprobs, for `divergence`. 0: of none."""
+        return 0
+
+    @property
     def shows_teacher_more(self) -> bool:
         """Whether the teacher has prompts of its own."""
         return False

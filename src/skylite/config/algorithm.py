@@ -133,6 +133,7 @@ OF_TEACHERS = [
     "teacher_model",
     "teacher_key_env",
     "teacher_beta",
+    "teacher_top_k",
     "teacher_update_rate",
     "teacher_column",
     "teacher_sees_success",
@@ -287,6 +288,9 @@ class AlgorithmConfig(Section):
     """Learn from a divergence of the distributions over the whole vocabulary. 0: KL(teacher || policy); 1:
     KL(policy || teacher); between: Jensen-Shannon's (GKD's beta). none: from log teacher - log policy of the
     sampled token."""
+    teacher_top_k: int = Field(0, ge=0)
+    """A teacher on a server with teacher_beta: the divergence is over this many tokens, the most likely ones
+    to the teacher, and the rest as one. vLLM gives 20, or more with --max-logprobs."""
     teacher_update_rate: float = Field(0.05, gt=0, le=1)
     """teacher=ema: share of the policy that each step adds to the average."""
     teacher_column: str | None = None
@@ -417,11 +421,18 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"algorithm.{changed[0]}={getattr(self, changed[0])} has no effect with {why}; leave it out."
             )
-        if self.teacher_url and self.teacher_beta is not None:
+        if self.teacher_url and self.teacher_beta is not None and not self.teacher_top_k:
             raise ValueError(
-                f"algorithm.teacher_beta={self.teacher_beta:g} compares distributions over the vocabulary, "
-                f"and the server {self.teacher} gives the logprobs of the sampled tokens alone; use "
-                "algorithm.name=opd, or a teacher here (base, ema or the folder of an adapter)."
+                f"algorithm.teacher_beta={self.teacher_beta:g} compares distributions, and the server "
+                f"{self.teacher} gives the logprobs of single tokens; set algorithm.teacher_top_k=20 to have "
+                "those of its most likely ones, or use algorithm.name=opd."
+            )
+        if self.teacher_top_k and (not self.teacher_url or self.teacher_beta is None):
+            why = "algorithm.teacher_beta=none, which learns from the sampled tokens alone"
+            if not self.teacher_url:
+                why = f"algorithm.teacher={self.teacher}, which gives its whole distributions"
+            raise ValueError(
+                f"algorithm.teacher_top_k={self.teacher_top_k} has no effect with {why}; leave it out."
             )
         text = self.teacher_prompt
         if text is not None and (lacking := next((x for x in PLACES if x not in text), None)):

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
@@ -48,6 +49,16 @@ TEXTS = (
 """Texts that both tokenizers must read alike."""
 
 
+class Scores(NamedTuple):
+    """What the teacher says of C tokens, in nats."""
+
+    logprobs: list[float]
+    """[C]"""
+    top_ids: array[int]
+    """[C * K] its most likely tokens in their places, the best first."""
+    top_logprobs: array[float]
+
+
 class TeacherServer:
     """An OpenAI-compatible server that gives the logprobs of prompts, as vLLM does."""
 
@@ -61,6 +72,7 @@ class TeacherServer:
         url = algorithm.teacher_url
         assert url is not None, "the caller checks this"
         self._shows_more, self.model = algorithm.shows_teacher_more, algorithm.teacher_model
+        self._top_k = algorithm.teacher_top_k
         self.name = f"teacher {self.model} at {url}" if self.model else f"teacher at {url}"
         how = Patience(
             name=self.name,
@@ -70,7 +82,13 @@ class TeacherServer:
             if_silent="Start it again, and continue with --resume; at another address with --set "
             "algorithm.teacher=URL.",
             if_refused="Correct algorithm.teacher, teacher_model or teacher_key_env. The server must be "
-            "vLLM's (`vllm serve MODEL` or `skylite serve`).",
+            "vLLM's (`vllm serve MODEL` or `skylite serve`)"
+            + (
+                f", and give {self._top_k} logprobs (--max-logprobs, 20 by default, or lower "
+                "algorithm.teacher_top_k)."
+                if self._top_k
+                else "."
+            ),
         )
         key = api_key("algorithm.teacher_key_env", algorithm.teacher_key_env, self.name)
         self._client = PatientClient(Address.parse(url, key), how, sleep)
@@ -90,9 +108,14 @@ class TeacherServer:
 
             async def one(call: Call) -> Call:
                 prompt = call.teacher_prompt_token_ids or call.prompt_token_ids
-                scores = await self.score([*prompt, *call.completion_token_ids], len(prompt))
+                found = await self.score([*prompt, *call.completion_token_ids], len(prompt))
                 work.advance()
-                return replace(call, teacher_logprobs=scores)
+                return replace(
+                    call,
+                    teacher_logprobs=found.logprobs,
+                    teacher_top_ids=found.top_ids,
+                    teacher_top_logprobs=found.top_logprobs,
+                )
 
             scored = await gather_or_cancel([asyncio.create_task(one(call)) for call in shown])
         by_id = {id(call): new for call, new in zip(shown, scored, strict=True)}
@@ -105,10 +128,10 @@ class TeacherServer:
         repeated = float(self._client.take_repeated())
         return taught, {"time/teacher_server_s": seconds, "teacher/repeated": repeated}
 
-    async def score(self, token_ids: Sequence[int], first: int) -> list[float]:
-        """The logprobs in nats of the tokens from place `first` on, which is at least 1. Raises RunFailed."""
+    async def score(self, token_ids: Sequence[int], first: int) -> Scores:
+        """Of the tokens from place `first` on, which is at least 1. Raises RunFailed."""
 
-        def read(reply: Any) -> list[float]:
+        def read(reply: Any) -> Scores:
             rows = reply["choices"][0].get("prompt_logprobs")
             if rows is None:
                 raise RunFailed(
@@ -117,19 +140,34 @@ class TeacherServer:
                 )
             if len(rows) != len(token_ids):
                 raise ValueError("another prompt")
-            return [
-                self._checked(token, rows[place][str(token)]["logprob"])
-                for place, token in enumerate(token_ids[first:], first)
-            ]
+            scores = Scores([], array("i"), array("f"))
+            for row, token in zip(rows[first:], token_ids[first:], strict=True):
+                scores.logprobs.append(self._checked(token, row[str(token)]["logprob"]))
+                ids, logprobs = self._best(row) if self._top_k else ([], [])
+                scores.top_ids.extend(ids)
+                scores.top_logprobs.extend(logprobs)
+            return scores
 
         body = {
             "model": self.model,
             "prompt": list(token_ids),
             "max_tokens": 1,
             "temperature": 0.0,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": self._top_k,
         }
         return await self._client.ask("v1/completions", body, read, "logprobs of all tokens of the prompt")
+
+    def _best(self, row: dict[str, Any]) -> tuple[list[int], list[float]]:
+        """The most likely tokens and their logprobs. The server adds the sampled token to them."""
+        if len(row) < self._top_k:
+            raise RunFailed(
+                f"The {self.name} gives the logprobs of {len(row)} tokens, fewer than "
+                f"algorithm.teacher_top_k={self._top_k}.",
+                "Serve the teacher with vLLM, or lower algorithm.teacher_top_k.",
+            )
+        found = ((self._checked(int(token), entry["logprob"]), int(token)) for token, entry in row.items())
+        best = sorted(found, key=lambda x: (-x[0], x[1]))[: self._top_k]
+        return [token for _, token in best], [logprob for logprob, _ in best]
 
     def _checked(self, token: int, logprob: Any) -> float:
         if not isinstance(logprob, int | float) or not LEAST_LOGPROB < logprob < ROUNDING:

@@ -1,17 +1,19 @@
-"""The divergence of a policy from its teacher over the whole vocabulary, one chunk of tokens at a time.
+"""The divergence of a policy from its teacher, one chunk of tokens at a time.
 
-Both share the LM head, so a chunk of both logits comes from two small matrices of hidden states.
+A teacher beside the policy shares its LM head, so a chunk of both logits comes from two small matrices of
+hidden states. One on a server has said which tokens it finds most likely.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from skylite.algorithms.divergences import top_and_rest
 from skylite.model.chunked_logprobs import HEAD_CHUNK_ELEMENTS
 from skylite.model.packing import PackedTokens
 
@@ -19,6 +21,8 @@ CHUNK_ELEMENTS = {device: elements // 4 for device, elements in HEAD_CHUNK_ELEME
 """Logits of a chunk: fewer than in `head_logprobs`, because more buffers of its size exist at once."""
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """(policy's logprobs [N, V], teacher's) -> [N]."""
+OfChunk = Callable[[Tensor, slice], Tensor]
+"""(policy's logprobs [N, V] of some tokens, their places) -> [N], differentiable."""
 
 
 class Head(NamedTuple):
@@ -30,10 +34,29 @@ class Head(NamedTuple):
     softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap)."""
 
+    def to(self, dtype: torch.dtype) -> Head:
+        """The same in another dtype, without history."""
+        return self._replace(
+            weight=None if self.weight is None else self.weight.detach().to(dtype),
+            bias=None if self.bias is None else self.bias.detach().to(dtype),
+        )
+
+
+class Teacher(Protocol):
+    """What is known of a teacher's distributions at the tokens that it teaches."""
+
+    def compare(
+        self, hidden: Tensor, tokens: PackedTokens, head: Head, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Divergences [C] of the policy, with gradient, and the teacher's logprobs [C] of the tokens.
+
+        Divergences are 0, and logprobs NaN, for tokens that it does not teach. `hidden` [N, H]: the policy's.
+        """
+
 
 @dataclass(frozen=True, slots=True)
-class TeacherStates:
-    """What a teacher computed for the tokens that it teaches."""
+class TeacherStates(Teacher):
+    """What a teacher beside the policy computed for the tokens that it teaches."""
 
     hidden: Tensor
     """[T, H] the LM head's input that predicts each of them, or the logits [T, V] of a model without one."""
@@ -44,72 +67,93 @@ class TeacherStates:
     def compare(
         self, hidden: Tensor, tokens: PackedTokens, head: Head, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Divergences [C] of the policy, with gradient, and the teacher's logprobs [C] of the tokens.
+        """See Teacher."""
+        targets = tokens.targets if self.taught is None else tokens.targets[self.taught]
+        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        head = head.to(hidden.dtype)
 
-        Divergences are 0, and logprobs NaN, for tokens that it does not teach. `hidden` [N, H]: the policy's.
-        """
-        rows, targets = tokens.rows, tokens.targets
-        if self.taught is not None:
-            rows, targets = rows[self.taught], targets[self.taught]
-        values, logprobs = head_divergences(
-            hidden[rows], self.hidden, targets, head, temperature, self.divergence
-        )
-        if self.taught is None:
-            return values, logprobs
-        count = len(tokens.targets)
-        nothing = logprobs.new_full((count,), torch.nan)
-        return values.new_zeros(count).index_copy(0, self.taught, values), nothing.index_copy(
-            0, self.taught, logprobs
-        )
+        def of_chunk(policy: Tensor, chunk: slice) -> Tensor:
+            teacher = _log_softmax(_logits(self.hidden[chunk], head), head.softcap, temperature)
+            logprobs[chunk] = teacher.gather(1, targets[chunk, None])[:, 0]
+            return self.divergence(policy, teacher)
+
+        values = _of_taught(hidden, tokens, self.taught, head, temperature, of_chunk)
+        return values, _at_taught(logprobs, self.taught, len(tokens.targets), torch.nan)
 
 
-def head_divergences(
-    hidden: Tensor, teacher: Tensor, targets: Tensor, head: Head, temperature: float, divergence: Divergence
-) -> tuple[Tensor, Tensor]:
-    """Divergences [T] between softmax(logits / temperature) of both, and the teacher's logprobs of `targets`.
+@dataclass(frozen=True, slots=True)
+class TeacherTop(Teacher):
+    """What a server said of the T tokens that it teaches: the K best ones in the place of each."""
+
+    ids: Tensor
+    """[T, K]"""
+    top_logprobs: Tensor
+    """[T, K]"""
+    logprobs: Tensor
+    """[C] of the policy's tokens; NaN for those that it does not teach."""
+    taught: Tensor | None
+    """As in TeacherStates."""
+    divergence: Divergence
+
+    def compare(
+        self, hidden: Tensor, tokens: PackedTokens, head: Head, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """See Teacher. The divergence is over the best tokens, and the rest as one."""
+
+        def of_chunk(policy: Tensor, chunk: slice) -> Tensor:
+            return self.divergence(*top_and_rest(policy, self.ids[chunk], self.top_logprobs[chunk]))
+
+        head = head.to(hidden.dtype)
+        return _of_taught(hidden, tokens, self.taught, head, temperature, of_chunk), self.logprobs
+
+
+def _of_taught(
+    hidden: Tensor,
+    tokens: PackedTokens,
+    taught: Tensor | None,
+    head: Head,
+    temperature: float,
+    of_chunk: OfChunk,
+) -> Tensor:
+    """`head_divergences` [C]; 0 for tokens that are not taught."""
+    rows = tokens.rows if taught is None else tokens.rows[taught]
+    values = head_divergences(hidden[rows], head, temperature, of_chunk)
+    return _at_taught(values, taught, len(tokens.targets), 0.0)
+
+
+def _at_taught(values: Tensor, taught: Tensor | None, count: int, nothing: float) -> Tensor:
+    """[T] -> [C]"""
+    return values if taught is None else values.new_full((count,), nothing).index_copy(0, taught, values)
+
+
+def head_divergences(hidden: Tensor, head: Head, temperature: float, of_chunk: OfChunk) -> Tensor:
+    """`of_chunk` [T] of softmax(logits / temperature), a chunk at a time.
 
     Forward makes the gradient, too: of a chunk's logits only its product with the head is kept [T, H].
 
     Args:
-        hidden: [T, H] of the policy; the only one with a gradient.
-        teacher: [T, H]
-        targets: [T] token ids.
-        head: shared by both.
-        temperature: of both.
-        divergence: differentiable.
+        hidden: [T, H], with gradient.
+        head: in the dtype of `hidden`.
+        temperature: of the policy.
+        of_chunk: called once for each chunk.
     """
-    values, logprobs = _HeadDivergences.apply(  # type: ignore[no-untyped-call]
-        hidden, teacher, targets, head, temperature, divergence
-    )
-    return values, logprobs
+    values: Tensor = _HeadDivergences.apply(hidden, head, temperature, of_chunk)  # type: ignore[no-untyped-call]
+    return values
 
 
 class _HeadDivergences(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        teacher: Tensor,
-        targets: Tensor,
-        head: Head,
-        temperature: float,
-        divergence: Divergence,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, head: Head, temperature: float, of_chunk: OfChunk) -> Tensor:
         values = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        logprobs = torch.empty_like(values)
         direction = torch.empty_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
-        weight, bias = (None if x is None else x.to(hidden.dtype) for x in head[:2])
-        head = Head(weight, bias, head.softcap)
-        vocabulary = hidden.shape[1] if weight is None else len(weight)
+        vocabulary = hidden.shape[1] if head.weight is None else len(head.weight)
         size = max(1, CHUNK_ELEMENTS[hidden.device.type] // vocabulary)
         with torch.autocast(hidden.device.type, enabled=False):  # which would choose the product's dtype
             for start in range(0, len(hidden), size):
                 chunk = slice(start, start + size)
-                of_teacher = _log_softmax(_logits(teacher[chunk], head), head.softcap, temperature)
-                logprobs[chunk] = of_teacher.gather(1, targets[chunk, None])[:, 0]
                 logits = _logits(hidden[chunk], head).requires_grad_(direction is not None)
                 with torch.set_grad_enabled(direction is not None):
-                    found = divergence(_log_softmax(logits, head.softcap, temperature), of_teacher)
+                    found = of_chunk(_log_softmax(logits, head.softcap, temperature), chunk)
                     total = found.sum()
                 values[chunk] = found.detach()
                 if direction is not None:
@@ -117,14 +161,13 @@ class _HeadDivergences(torch.autograd.Function):
                     direction[chunk] = _through_head(slope, head)
         ctx.save_for_backward(direction)
         ctx.dtype = hidden.dtype
-        ctx.mark_non_differentiable(logprobs)
-        return values, logprobs
+        return values
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_values: Tensor, _grad_logprobs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_values: Tensor) -> tuple[Tensor | None, ...]:
         (direction,) = ctx.saved_tensors
-        return (direction * grad_values[:, None]).to(ctx.dtype), *[None] * 5
+        return (direction * grad_values[:, None]).to(ctx.dtype), None, None, None
 
 
 def _logits(hidden: Tensor, head: Head) -> Tensor:

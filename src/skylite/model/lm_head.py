@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skylite.model.bf16_weights import compute_dtype
-from skylite.model.chunked_divergence import Head, TeacherStates
+from skylite.model.chunked_divergence import Head, Teacher
 from skylite.model.chunked_logprobs import chunk_rows, head_logprobs
 from skylite.model.packing import PackedTokens
 
@@ -34,7 +34,7 @@ class LogprobHead(nn.Module):
         tokens: PackedTokens,
         temperature: float,
         kernels: bool,
-        teacher: TeacherStates | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         super().__init__()
         # In a list, because an attribute would register the module a second time.
@@ -115,11 +115,11 @@ def score_in_chunks(
     tokens: PackedTokens,
     temperature: float,
     kernels: bool,
-    teacher: TeacherStates | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """Logprobs [C] and entropies [C] of the completion tokens, both with gradient. `kernels`: in Triton.
 
-    With a teacher, also what `TeacherStates.compare` gives.
+    With a teacher, also what `Teacher.compare` gives.
     """
     softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
     head = LogprobHead(linear, softcap, tokens, temperature, kernels, teacher)

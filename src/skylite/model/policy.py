@@ -33,7 +33,7 @@ from skylite.config.resolved import Resolved
 from skylite.config.train import TrainConfig
 from skylite.errors import ModelError
 from skylite.model.activation_checkpointing import Checkpointing, checkpoint_layers
-from skylite.model.chunked_divergence import Head, TeacherStates
+from skylite.model.chunked_divergence import Head, Teacher
 from skylite.model.chunked_logprobs import token_logprobs
 from skylite.model.expert_lora import check_experts, group_expert_lora
 from skylite.model.images import ImageReader, image_reader
@@ -288,16 +288,16 @@ def score(policy: Policy, tokens: PackedTokens, temperature: float) -> tuple[Ten
 
 
 def compare(
-    policy: Policy, tokens: PackedTokens, temperature: float, teacher: TeacherStates
+    policy: Policy, tokens: PackedTokens, temperature: float, teacher: Teacher
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`score`, and divergences [C] with gradient and the teacher's logprobs [C] (TeacherStates.compare)."""
+    """`score`, and divergences [C] with gradient and the teacher's logprobs [C] (Teacher.compare)."""
     logprobs, entropies, compared = _score(policy, tokens, temperature, teacher)
     assert compared is not None
     return logprobs, entropies, *compared
 
 
 def _score(
-    policy: Policy, tokens: PackedTokens, temperature: float, teacher: TeacherStates | None
+    policy: Policy, tokens: PackedTokens, temperature: float, teacher: Teacher | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     activate(policy)
     with policy.autocast():

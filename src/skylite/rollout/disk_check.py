@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 8
 """Upper bound for one completion token in a rollout file: id, logprob and text, compressed."""
+TOP_BYTES = 8
+"""The same for one of a teacher's most likely tokens in its place: id and logprob."""
 FLOAT32_BYTES = 4
 
 
@@ -75,7 +77,7 @@ def rollout_bytes(config: TrainConfig) -> int:
         * rollout.prompts_per_step
         * rollout.group_size
         * rollout.max_completion_tokens
-        * TOKEN_BYTES
+        * (TOKEN_BYTES + TOP_BYTES * config.algorithm.teacher_top_k)
     )
 
 

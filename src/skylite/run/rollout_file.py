@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -16,8 +18,9 @@ from skylite.run.files import atomic_file
 from skylite.run.parquet_file import read_parquet
 from skylite.types import (
     TEACHER_LOGPROBS,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOGPROBS,
     Call,
-    FloatArray,
     Group,
     ImageTokens,
     IntArray,
@@ -49,6 +52,9 @@ EXAMPLE_SCHEMA = pa.schema(
         ("teacher_prompt", pa.list_(pa.int32())),
         # Of a teacher on a server: one for each token, 0 for context. No value: none scored the tokens.
         (TEACHER_LOGPROBS, pa.list_(pa.float32())),
+        # With algorithm.teacher_top_k: its K best tokens in place of each scored one, [C * K].
+        (TEACHER_TOP_IDS, pa.list_(pa.int32())),
+        (TEACHER_TOP_LOGPROBS, pa.list_(pa.float32())),
         # Of the prompt: the first of its tokens, their number, and the file, in the group's first row alone.
         (
             "images",
@@ -78,7 +84,9 @@ ROLLOUT_SCHEMA = pa.schema(
 )
 TRAJECTORY_COLUMNS = ("reward", "penalty", "feedback", "end", "has_turn_rewards")
 """Columns that must be equal in all rows of a trajectory."""
-NULLABLE = ("sampling_logprobs", "teacher_prompt", TEACHER_LOGPROBS)
+TOPS = (TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS)
+"""Columns that are read as arrays: as Python's numbers they would take ten times the memory."""
+NULLABLE = ("sampling_logprobs", "teacher_prompt", TEACHER_LOGPROBS, *TOPS)
 
 
 def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
@@ -106,7 +114,12 @@ def _example(number: int, group: Group, index: int, trajectory: Trajectory, turn
     num_prompt, num_completion = len(call.prompt_token_ids), len(call.completion_token_ids)
     before = [0.0] * num_prompt
     logprobs = np.array(before + call.sampling_logprobs, dtype=np.float32)
-    taught = np.array(before + call.teacher_logprobs, np.float32) if call.teacher_logprobs else None
+    extras: dict[str, npt.NDArray[Any]] = {}
+    if call.teacher_logprobs:
+        extras[TEACHER_LOGPROBS] = np.array(before + call.teacher_logprobs, np.float32)
+    if call.teacher_top_ids:
+        tops = (call.teacher_top_ids, call.teacher_top_logprobs)
+        extras |= {n: np.asarray(x).reshape(num_completion, -1) for n, x in zip(TOPS, tops, strict=True)}
     return TrainingExample(
         token_ids=np.array(call.prompt_token_ids + call.completion_token_ids, dtype=np.int64),
         weights=np.repeat(np.array([0, 1], dtype=np.float32), [num_prompt, num_completion]),
@@ -121,16 +134,12 @@ def _example(number: int, group: Group, index: int, trajectory: Trajectory, turn
         prompt_id=group.prompt.id,
         images=call.images,
         teacher_prompt=_ids(call.teacher_prompt_token_ids or None),
-        extras=_extras(taught),
+        extras=extras,
     )
 
 
 def _ids(values: Sequence[int] | None) -> IntArray | None:
     return None if values is None else np.array(values, np.int64)
-
-
-def _extras(taught: FloatArray | None) -> dict[str, FloatArray]:
-    return {} if taught is None else {TEACHER_LOGPROBS: taught}
 
 
 def read_examples(path: Path) -> list[TrainingExample]:
@@ -183,8 +192,23 @@ def _read_example(path: Path, row: dict[str, Any]) -> TrainingExample:
         prompt_id=row["prompt_id"],
         images=_read_images(path, row),
         teacher_prompt=_ids(row["teacher_prompt"] or None),
-        extras=_extras(None if taught is None else np.array(taught, np.float32)),
+        extras=({} if taught is None else {TEACHER_LOGPROBS: np.array(taught, np.float32)})
+        | _read_tops(path, row, int(np.count_nonzero(weights))),
     )
+
+
+def _read_tops(path: Path, row: dict[str, Any], num_scored: int) -> dict[str, npt.NDArray[Any]]:
+    """[C, K] each, or nothing."""
+    found = [row[name] for name in TOPS if row[name] is not None]
+    if not found:
+        return {}
+    if len({len(x) for x in found}) != 1 or len(found) != len(TOPS) or len(found[0]) % num_scored:
+        raise _unusable(
+            path,
+            f"a call of group {row['group']} has {num_scored} scored tokens and "
+            f"{' and '.join(str(len(x)) for x in found)} values of the teacher's most likely ones",
+        )
+    return {name: row[name].reshape(num_scored, -1) for name in TOPS}
 
 
 def _read_images(path: Path, row: dict[str, Any]) -> tuple[ImageTokens, ...]:
@@ -240,6 +264,7 @@ def _example_row(example: TrainingExample) -> dict[str, Any]:
         "adapter_version": example.version,
         "teacher_prompt": example.teacher_prompt,
         TEACHER_LOGPROBS: example.extras.get(TEACHER_LOGPROBS),
+        **{name: example.extras[name].reshape(-1) for name in TOPS if name in example.extras},
         "images": [
             {"start": image.start, "length": image.length, "data": image.data if is_first else b""}
             for image in example.images
@@ -311,7 +336,13 @@ def _call(path: Path, row: dict[str, Any]) -> Call:
         images=example.images,
         teacher_prompt_token_ids=row["teacher_prompt"] or [],
         teacher_logprobs=(row[TEACHER_LOGPROBS] or [])[first:],
+        teacher_top_ids=array("i", _bytes_of(row[TEACHER_TOP_IDS])),
+        teacher_top_logprobs=array("f", _bytes_of(row[TEACHER_TOP_LOGPROBS])),
     )
+
+
+def _bytes_of(values: npt.NDArray[Any] | None) -> bytes:
+    return b"" if values is None else values.tobytes()
 
 
 def read_columns(path: Path, columns: Mapping[str, pa.DataType]) -> pa.Table:
@@ -324,8 +355,12 @@ def read_columns(path: Path, columns: Mapping[str, pa.DataType]) -> pa.Table:
 
 def _read(path: Path, columns: list[str]) -> list[dict[str, Any]]:
     table = _read_table(path, pa.schema([ROLLOUT_SCHEMA.field(name) for name in columns]))
+    tops = [name for name in TOPS if name in columns]
     try:
-        rows: list[dict[str, Any]] = table.to_pylist()
+        rows: list[dict[str, Any]] = table.drop_columns(tops).to_pylist()
+        for name in tops:
+            for row, of_call in zip(rows, table.column(name), strict=True):
+                row[name] = of_call.values.to_numpy() if of_call.is_valid else None
     except ValueError as error:  # text that is not UTF-8
         raise _unusable(path, str(error)) from None
     required = [name for name in columns if name not in NULLABLE]

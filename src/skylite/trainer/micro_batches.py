@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,14 @@ from skylite.model.packing import NO_TOKENS, PackedTokens, Packing, pack_tokens,
 from skylite.model.policy import Policy
 from skylite.model.prefix_tree import shared_length, tree_size, tree_work
 from skylite.model.process_group import Dist
-from skylite.types import TEACHER_LOGPROBS, FloatArray, TrainingExample
+from skylite.types import (
+    TEACHER_LOGPROBS,
+    TEACHER_TOP_IDS,
+    TEACHER_TOP_LOGPROBS,
+    FloatArray,
+    IntArray,
+    TrainingExample,
+)
 
 KEY_STRIDE = 1 << 24
 """A token's key is trajectory number * KEY_STRIDE + token index; no trajectory has as many tokens."""
@@ -95,6 +103,9 @@ class MicroBatch:
     """Indices of the tokens that a teacher with prompts of its own scores."""
     teacher_logprobs: Tensor | None = None
     """Of a teacher on a server; NaN for tokens that it does not teach."""
+    teacher_top_ids: Tensor | None = None
+    """[T, K] the tokens that the server finds most likely in place of each taught one."""
+    teacher_top_logprobs: Tensor | None = None
     weights: Tensor | None = None
     """`token_weights`, and 0 for tokens that the update leaves out."""
     selected: Tensor | None = None
@@ -256,31 +267,40 @@ def make_micro_batch(
         ],
         policy.device,
     )
-    teacher_tokens = taught = None
-    if algorithm.shows_teacher_more and algorithm.needs_teacher:
-        of_teacher = [e for e in examples if e.teacher_prompt is not None]
-        teacher_tokens = pack_tokens(list(map(_for_teacher, of_teacher)), policy.packing, policy.device)
-        is_taught = [e.teacher_prompt is not None for e in examples]
-        (taught,) = upload(
-            [np.flatnonzero(np.repeat(np.array(is_taught, bool), [len(e.scored) for e in examples]))],
-            policy.device,
-        )
-    teacher_logprobs = None
-    if algorithm.has_teacher_server:
-        scored = [_taught_by_server(e, algorithm) for e in examples]
-        (teacher_logprobs,) = upload([np.concatenate([np.zeros(0, np.float32), *scored])], policy.device)
     return MicroBatch(
         examples=examples,
-        teacher_tokens=teacher_tokens,
-        taught=taught,
-        teacher_logprobs=teacher_logprobs,
         numbers=numbers,
         tokens=pack_tokens(examples, policy.packing, policy.device, policy.images),
         keys=keys,
         token_weights=weights,
         size=size,
         sampling_logprobs=logprobs if len(sampled) == len(examples) else None,
+        **_of_teacher(examples, algorithm, policy),
     )
+
+
+def _of_teacher(examples: Sequence[TrainingExample], algorithm: Algorithm, policy: Policy) -> dict[str, Any]:
+    """The fields of MicroBatch for a teacher with its own prompts, or on a server."""
+    fields, taught = dict[str, Any](), list(examples)
+    if algorithm.shows_teacher_more:
+        taught = [e for e in examples if e.teacher_prompt is not None]
+        is_taught = [np.full(len(e.scored), e.teacher_prompt is not None) for e in examples]
+        places = np.flatnonzero(np.concatenate([np.zeros(0, bool), *is_taught]))
+        (fields["taught"],) = upload([places], policy.device)
+        if algorithm.needs_teacher:
+            of_teacher = list(map(_for_teacher, taught))
+            fields["teacher_tokens"] = pack_tokens(of_teacher, policy.packing, policy.device)
+    if algorithm.has_teacher_server:
+        scored = [_taught_by_server(e, algorithm) for e in examples]
+        (fields[TEACHER_LOGPROBS],) = upload(
+            [np.concatenate([np.zeros(0, np.float32), *scored])], policy.device
+        )
+    if top_k := algorithm.teacher_top_k:
+        tops = [_top_of_server(e, top_k) for e in taught]
+        ids = np.concatenate([np.zeros((0, top_k), np.int64), *(ids for ids, _ in tops)])
+        logprobs = np.concatenate([np.zeros((0, top_k), np.float32), *(x for _, x in tops)])
+        fields[TEACHER_TOP_IDS], fields[TEACHER_TOP_LOGPROBS] = upload([ids, logprobs], policy.device)
+    return fields
 
 
 def _taught_by_server(example: TrainingExample, algorithm: Algorithm) -> FloatArray:
@@ -289,11 +309,23 @@ def _taught_by_server(example: TrainingExample, algorithm: Algorithm) -> FloatAr
     if algorithm.shows_teacher_more and example.teacher_prompt is None:
         return np.full(len(example.scored), np.nan, np.float32)
     if scores is None or not np.isfinite(scores).all():
-        raise DataError(
-            f"A completion of prompt {example.prompt_id} has no logprobs of the teacher's server.",
-            "Delete the rollout file; a resumed run samples the step again.",
-        )
+        raise _without_logprobs(example, "logprobs")
     return scores[example.scored]
+
+
+def _top_of_server(example: TrainingExample, top_k: int) -> tuple[IntArray, FloatArray]:
+    """[C, K] ids and logprobs. Raises DataError without them."""
+    ids, logprobs = (example.extras.get(name) for name in (TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS))
+    if ids is None or logprobs is None or ids.shape[1] != top_k or ids.min() < 0 or np.isnan(logprobs).any():
+        raise _without_logprobs(example, f"logprobs of the {top_k} most likely tokens")
+    return ids.astype(np.int64), logprobs
+
+
+def _without_logprobs(example: TrainingExample, what: str) -> DataError:
+    return DataError(
+        f"A completion of prompt {example.prompt_id} has no {what} of the teacher's server.",
+        "Delete the rollout file; a resumed run samples the step again.",
+    )
 
 
 def _for_teacher(example: TrainingExample) -> TrainingExample:

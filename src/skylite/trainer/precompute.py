@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from skylite.algorithms.advantages import moments, whiten
 from skylite.algorithms.interface import Algorithm
 from skylite.algorithms.losses import LossInputs
-from skylite.model.chunked_divergence import Divergence, TeacherStates
+from skylite.model.chunked_divergence import Divergence, TeacherStates, TeacherTop
 from skylite.model.packing import upload
 from skylite.model.policy import REF, TEACHER, Policy, frozen_policy, score, states
 from skylite.model.process_group import Dist
@@ -65,6 +65,16 @@ def teacher_states(policy: Policy, micro: MicroBatch, divergence: Divergence) ->
     with frozen_policy(policy, TEACHER) as teacher:
         tokens = micro.tokens if micro.teacher_tokens is None else micro.teacher_tokens
         return TeacherStates(states(teacher, tokens), micro.taught, divergence)
+
+
+def teacher_top(micro: MicroBatch, divergence: Divergence) -> TeacherTop:
+    """What the teacher's server said of the tokens that it teaches."""
+    assert micro.teacher_logprobs is not None
+    assert micro.teacher_top_ids is not None
+    assert micro.teacher_top_logprobs is not None
+    return TeacherTop(
+        micro.teacher_top_ids, micro.teacher_top_logprobs, micro.teacher_logprobs, micro.taught, divergence
+    )
 
 
 def credit(

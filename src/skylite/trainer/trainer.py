@@ -24,7 +24,7 @@ from skylite.algorithms.losses import value_loss
 from skylite.algorithms.policy_gradient import PolicyGradient
 from skylite.algorithms.sft import SupervisedFineTuning
 from skylite.config.train import RunConfig, TrainConfig
-from skylite.model.chunked_divergence import TeacherStates
+from skylite.model.chunked_divergence import Teacher
 from skylite.model.policy import TEACHER, Policy, compare, lora_dropout, role_params, score
 from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
@@ -195,7 +195,7 @@ class Trainer:
         ref = precompute.ref_logprobs(self.policy, micro, self.temperature) if needs_ref else None
         teacher, divergences = self._teacher(micro, sums), None
         with lora_dropout(self.policy, active=True):  # also around backward, which may recompute activations
-            if isinstance(teacher, TeacherStates):
+            if teacher is not None and not isinstance(teacher, Tensor):
                 logprobs, entropies, divergences, teacher = compare(
                     self.policy, micro.tokens, self.temperature, teacher
                 )
@@ -207,12 +207,13 @@ class Trainer:
         sums.add(metrics)
         sums.add_tokens(micro, logprobs.detach(), has_dropout=self.config.lora.dropout > 0)
 
-    def _teacher(self, micro: MicroBatch, sums: MetricSums) -> Tensor | TeacherStates | None:
+    def _teacher(self, micro: MicroBatch, sums: MetricSums) -> Tensor | Teacher | None:
         """Its logprobs [C], or what a divergence needs."""
+        divergence = self.algorithm.divergence
         if not self.algorithm.needs_teacher:
-            return micro.teacher_logprobs
+            return micro.teacher_logprobs if divergence is None else precompute.teacher_top(micro, divergence)
         with sums.teacher_timer.running():
-            if (divergence := self.algorithm.divergence) is not None:
+            if divergence is not None:
                 return precompute.teacher_states(self.policy, micro, divergence)
             return precompute.teacher_logprobs(self.policy, micro, self.temperature)
 
