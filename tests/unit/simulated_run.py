@@ -34,7 +34,10 @@ from tests.logs import logged_messages
 from tests.unit.data_cases import prompt
 from tests.unit.engine_cases import BASE, POLICY, publish
 
-PROMPTS = [prompt(id=str(i), messages=[{"role": "user", "content": str(i)}]) for i in range(14)]
+PROMPTS = [
+    prompt(id=str(i), messages=[{"role": "user", "content": str(i)}], extra={"reply": str(100 + i)})
+    for i in range(14)
+]
 MAX_LORAS = 2
 StepFacts = Mapping[int, Mapping[str, Any]]
 """Step -> what the trainer adds to its file of the step."""
@@ -106,8 +109,14 @@ class Broken:
         return [Score(math.nan if p.id == self.bad else float(i == 0)) for i, (p, _) in enumerate(items)]
 
 
-def encode_numbers(jobs: Sequence[Any]) -> list[dict[str, list[int]]]:
-    return [{"ids": [int(job["messages"][-1]["content"])]} for job in jobs]
+def encode_numbers(jobs: Sequence[Any]) -> list[dict[str, list[Any]]]:
+    """A prompt is one token, its number. The last turn of a chat to learn, if there is one, is two."""
+    return [
+        {"calls": [[[int(job["messages"][-2]["content"])], [int(job["messages"][-1]["content"]), 5]]]}
+        if job.get("learned")
+        else {"ids": [int(job["messages"][-1]["content"])]}
+        for job in jobs
+    ]
 
 
 NUMBERS = ChatTokenizer(run_jobs=encode_numbers, stop_token_ids=(5,))
@@ -154,10 +163,11 @@ def run_of(
     data: Mapping[str, Any] = MappingProxyType({}),
     teacher: Any = None,
     reward: Mapping[str, Any] = MappingProxyType({}),
+    algorithm: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[RunDir, FakeEngine, str]:
     """Run a simulated run to its end. Returns its folder, engine and log."""
     resumed = resumed or first_step > 1
-    plan = plan_of(root, staleness, num_steps, eval_every, first_step, resumed, data, reward)
+    plan = plan_of(root, staleness, num_steps, eval_every, first_step, resumed, data, reward, algorithm)
     engine, settings = FakeEngine(sample_s, wrong_version), plan.config.reward.judge
     answers = JudgeAnswers(plan.run.logs / "judge.jsonl")
     judge = Judge(plan.config, HttpJudge(settings), answers) if plan.config.has_judge else None
@@ -199,6 +209,7 @@ def plan_of(
     resumed: bool,
     data: Mapping[str, Any] = MappingProxyType({}),
     reward: Mapping[str, Any] = MappingProxyType({}),
+    algorithm: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunPlan:
     """A plan with 14 prompts and 2 prompts x 2 completions a step, and the folders of its run."""
     run = RunDir(root)
@@ -207,6 +218,7 @@ def plan_of(
     rollout = {"prompts_per_step": 2, "group_size": 2, "max_staleness": staleness}
     evals = {"every": eval_every, "limit": 2}
     config = {"num_steps": num_steps, "rollout": rollout, "eval": evals, "data": dict(data), "reward": reward}
+    config["algorithm"] = dict(algorithm)
     return RunPlan(
         run=run,
         config=TrainConfig.model_validate(config),

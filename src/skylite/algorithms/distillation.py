@@ -67,8 +67,11 @@ class OnPolicyDistillation(PolicyGradient):
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The policy loss with the advantage reward_weight A + distill_coef (log teacher - log policy).
 
-        With divergences, they are added to the loss instead, times distill_coef.
+        With divergences, they are added to the loss instead, times distill_coef. Tokens that were not sampled
+        have nothing else.
         """
+        if x.sampling_logprobs is None:
+            return self._offline_loss(x)
         assert x.teacher_logprobs is not None
         taught = ~torch.isnan(x.teacher_logprobs)
         gap = torch.where(taught, x.old_logprobs - x.teacher_logprobs, 0.0).detach()
@@ -85,3 +88,9 @@ class OnPolicyDistillation(PolicyGradient):
         sums["teacher/overlap"] = (torch.exp(-gap).clamp(max=1) * taught).sum()
         sums["teacher/taught_frac"] = taught.sum()
         return loss, sums
+
+    def _offline_loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        assert x.divergences is not None
+        assert x.weights is not None
+        loss = self.config.distill_coef * (x.divergences * x.weights).sum()
+        return loss, {"loss/policy": loss.detach(), "teacher/divergence": x.divergences.detach().sum()}

@@ -98,7 +98,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kl_cov": {"policy_loss": "kl_cov"},
     # On-policy distillation (Lu, Thinking Machines Lab, 2025): a teacher scores each sampled token.
     "opd": {},
-    # arXiv 2306.13649 on-policy (lambda 1): a divergence over the whole vocabulary, here Jensen-Shannon's.
+    # arXiv 2306.13649, with lambda 1: a divergence over the whole vocabulary, here Jensen-Shannon's.
     "gkd": {"teacher_beta": 0.5},
     # The same weights with more in their prompt teach, by the reverse KL of each sampled token; teacher_beta
     # makes that a divergence over the vocabulary, as in the papers. arXiv 2601.18734: the model at its start
@@ -134,6 +134,8 @@ OF_TEACHERS = [
     "teacher_key_env",
     "teacher_beta",
     "teacher_top_k",
+    "offline_share",
+    "offline_column",
     "teacher_update_rate",
     "teacher_column",
     "teacher_sees_success",
@@ -291,6 +293,11 @@ class AlgorithmConfig(Section):
     teacher_top_k: int = Field(0, ge=0)
     """A teacher on a server with teacher_beta: the divergence is over this many tokens, the most likely ones
     to the teacher, and the rest as one. vLLM gives 20, or more with --max-logprobs."""
+    offline_share: float = Field(0.0, ge=0, le=1)
+    """Share of the steps, drawn by the run's seed, that learn from the completions of offline_column, and not
+    from samples: 1 - GKD's lambda. Needs teacher_beta."""
+    offline_column: str | None = None
+    """Column of the data with a completion for each prompt, such as a reply of the teacher."""
     teacher_update_rate: float = Field(0.05, gt=0, le=1)
     """teacher=ema: share of the policy that each step adds to the average."""
     teacher_column: str | None = None
@@ -441,6 +448,35 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"algorithm.policy_loss={self.policy_loss} selects tokens by the advantage of the reward, "
                 f"which is not that of algorithm.name={self.name}; choose another loss."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_offline(self) -> Self:
+        if bool(self.offline_share) != (self.offline_column is not None):
+            raise ValueError(
+                f"algorithm.offline_share={self.offline_share:g} and "
+                f"algorithm.offline_column={self.offline_column or 'none'}: set both, the share of the steps "
+                "and the column with their completions, or neither."
+            )
+        unfit = {
+            "teacher_beta": self.teacher_beta is None,
+            "reward_weight": self.reward_weight > 0,
+            "kl_coef": self.kl_coef > 0,
+            "entropy_coef": self.entropy_coef != 0,
+            "entropy_target": self.entropy_target is not None,
+            "top_entropy_quantile": self.top_entropy_quantile < 1,
+            "teacher_column": self.teacher_column is not None,
+            "teacher_sees_success": self.teacher_sees_success,
+            "teacher_sees_feedback": self.teacher_sees_feedback,
+        }
+        name = next((name for name, is_unfit in unfit.items() if is_unfit), None)
+        if self.offline_share and name is not None:
+            value = getattr(self, name)
+            raise ValueError(
+                f"algorithm.offline_share={self.offline_share:g} does not go with "
+                f"algorithm.{name}={'none' if value is None else value}: a completion of the data teaches "
+                "the divergence from a teacher that reads the same prompt (teacher_beta), and nothing else."
             )
         return self
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -426,6 +427,26 @@ class TrainConfig(Section):
     def has_average(self) -> bool:
         """Whether the teacher is an average of the policy's own adapters."""
         return self.algorithm.uses_teacher and self.algorithm.teacher == AVERAGE
+
+    def is_offline(self, step: int) -> bool:
+        """Whether a step learns from the completions of algorithm.offline_column."""
+        return random.Random(f"offline/{self.seed}/{step}").random() < self.algorithm.offline_share
+
+    @model_validator(mode="after")
+    def check_offline_steps(self) -> Self:
+        unfit = {
+            "env.episode": (self.env.episode, self.source.name != "single-turn"),
+            "reward.prefill": (self.reward.prefill, bool(self.reward.prefill)),
+            "data.retire_after": (self.data.retire_after, self.data.retire_after > 0),
+            "data.sampling": (self.data.sampling, self.data.sampling != "shuffled"),
+        }
+        name = next((name for name, (_, is_unfit) in unfit.items() if is_unfit), None)
+        if self.algorithm.offline_share and name is not None:
+            raise ValueError(
+                f"algorithm.offline_share={self.algorithm.offline_share:g} takes completions of the data as "
+                f"they are, without a reward, which {name}={unfit[name][0]} does not allow; leave one out."
+            )
+        return self
 
     @model_validator(mode="after")
     def check_teacher_differs(self) -> Self:

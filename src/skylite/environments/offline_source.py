@@ -1,5 +1,6 @@
 """Groups from prepared rows: chats to learn, or pairs of a better and a worse reply. Nothing is sampled.
 
+A row of prompts with a completion is a chat, too (algorithm.offline_column).
 A chat is a group of one trajectory, with a call for each reply of the assistant. A pair is a group of two
 trajectories of one call: the chosen reply, with reward 1, and the rejected one, with reward 0.
 
@@ -17,6 +18,7 @@ from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import PROMPTS_PER_CALL, ChatTokenizer
 from skylite.data.chat_tokenizer_in_sandbox import Job
 from skylite.environments.source import GroupRequest, OnGroup
+from skylite.environments.teacher_prompts import column_text
 from skylite.errors import DataError
 from skylite.progress_reporting import long_work
 from skylite.types import Call, Group, Message, Prompt, Trajectory
@@ -32,6 +34,8 @@ class Offline:
 
     config: TrainConfig
     tokenizer: ChatTokenizer
+    last_only: bool = False
+    """Of a chat, too, only the last reply is learned: see `with_completion`."""
 
     async def sample(
         self, prompts: Sequence[Prompt], request: GroupRequest, on_group: OnGroup = lambda _: None
@@ -58,7 +62,7 @@ class Offline:
 
     def _job(self, prompt: Prompt, chat: list[Message]) -> Job:
         last = len(chat) - 1
-        learned = [last] if CHOSEN in prompt.extra else _replies_of(chat)
+        learned = [last] if self.last_only or CHOSEN in prompt.extra else _replies_of(chat)
         arguments = dict(self.config.data.template_args)
         return {"messages": chat, "tools": None, "arguments": arguments, "learned": learned}
 
@@ -72,6 +76,12 @@ class Offline:
                     counts[prompt.id] = max(num_tokens(call) for calls in trajectories for call in calls)
                 work.advance(len(part))
         return {name: count for name, count in counts.items() if count > limit}
+
+
+def with_completion(prompt: Prompt, column: str | None) -> Prompt:
+    """The prompt with its row's completion as the last turn, for `Offline`. Raises DataError without one."""
+    reply = Message(role="assistant", content=column_text(prompt, column, "offline_column"))
+    return replace(prompt, messages=[*prompt.messages, reply], extra={})
 
 
 def _chats(prompt: Prompt) -> Iterator[list[Message]]:

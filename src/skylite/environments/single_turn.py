@@ -15,6 +15,7 @@ from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer, encode_in_thread
 from skylite.engine.interface import Sampling
 from skylite.environments.judge import Judge
+from skylite.environments.offline_source import Offline, with_completion
 from skylite.environments.source import (
     EVAL_STEP,
     GroupRequest,
@@ -63,6 +64,9 @@ class SingleTurn:
 
         Raises RunFailed if the judge leaves out all first groups of a step.
         """
+        if request.step != EVAL_STEP and self.config.is_offline(request.step):
+            rows = [with_completion(p, self.config.algorithm.offline_column) for p in prompts]
+            return await Offline(self.config, self.tokenizer, last_only=True).sample(rows, request, on_group)
         encoded = await self._encode(prompts, keep=request.step == EVAL_STEP)
         slots = asyncio.Semaphore(MAX_EVALUATED_AT_ONCE if request.step == EVAL_STEP else len(prompts))
 

@@ -99,7 +99,7 @@ async def _require_short(
         )
 
 
-def column_text(prompt: Prompt, column: str | None) -> str:
+def column_text(prompt: Prompt, column: str | None, setting: str = "teacher_column") -> str:
     """The text of the prompt's row in that column. Raises DataError if it has none."""
     if column is None:
         return ""
@@ -107,7 +107,7 @@ def column_text(prompt: Prompt, column: str | None) -> str:
     if not isinstance(value, str) or not value.strip():
         others = ", ".join(sorted(prompt.extra)) or "none"
         raise DataError(
-            f"Row {prompt.id} has no text in the column {column!r} (algorithm.teacher_column).",
+            f"Row {prompt.id} has no text in the column {column!r} (algorithm.{setting}).",
             f"Prepare the data with such a column, or name another. Its other columns: {others}.",
         )
     return value

@@ -25,7 +25,7 @@ from skylite.environments.episode_spec import check_episode_data
 from skylite.environments.episodes import BUILT_IN as BUILT_IN_EPISODES
 from skylite.environments.episodes_source import episodes_running
 from skylite.environments.judge import Judge
-from skylite.environments.offline_source import Offline
+from skylite.environments.offline_source import Offline, with_completion
 from skylite.environments.single_turn import SingleTurn, Unscored
 from skylite.environments.source import RolloutSource
 from skylite.errors import ConfigError, DataError
@@ -42,6 +42,7 @@ from skylite.rollout.prompt_check import (
     overlong_prompts,
     require_chats,
     show_tag,
+    without,
 )
 from skylite.rollout.reward_check import blind_rewards, check_calls, check_references
 from skylite.rollout.trusted_programs import allow_episode, allow_rewards
@@ -187,7 +188,12 @@ class SingleTurnSource(Source):
     ) -> tuple[list[str], list[Note]]:
         check_images(model_path, [*train, *held_out])
         require_chats(tokenizer, model_path, [*train, *held_out])
-        return check_prompts(tokenizer, config, train, held_out)
+        dropped, notes = check_prompts(tokenizer, config, train, held_out)
+        if not config.algorithm.offline_share:
+            return dropped, notes
+        left = without(train, dropped), without(held_out, dropped)
+        longer, about = _check_completions_of_data(tokenizer, config, *left)
+        return [*dropped, *longer], [*notes, *about]
 
     def check_completions(
         self, scored: ScoredData, info: PromptFileInfo, tokenizer: ChatTokenizer, train: Sequence[Prompt]
@@ -314,6 +320,25 @@ class OfflineSource(Source):
         judge: Judge | None = None,
     ) -> AsyncIterator[RolloutSource]:
         yield Offline(scored.config, tokenizer)
+
+
+def _check_completions_of_data(
+    tokenizer: ChatTokenizer, config: TrainConfig, train: Sequence[Prompt], held_out: Sequence[Prompt]
+) -> tuple[list[str], list[Note]]:
+    """As `Source.check_prompts`, for the completions of algorithm.offline_column."""
+    if pictured := next((prompt for prompt in train if prompt.images), None):
+        raise DataError(
+            f"The prompt {pictured.id} has images, which algorithm.offline_share does not take.",
+            "Leave algorithm.offline_share out, or take prompts without images.",
+        )
+    limit = config.max_sequence_tokens
+    rows = [with_completion(prompt, config.algorithm.offline_column) for prompt in train]
+    name = (
+        f"with algorithm.offline_column={config.algorithm.offline_column} and "
+        f"rollout.max_prompt_tokens + rollout.max_completion_tokens={limit}"
+    )
+    counts = Offline(config, tokenizer, last_only=True).too_long(rows, limit)
+    return overlong_prompts(config, train, held_out, counts, name)
 
 
 def _prompt(row: Chat | Pair, **replies: str) -> Prompt:

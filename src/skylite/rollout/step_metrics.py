@@ -59,7 +59,7 @@ def step_metrics(
         "step": step,
         "adapter/version": step,
         "completion/tokens_mean": statistics.fmean(t.num_tokens for t in trajectories),
-        **(sampling_metrics(step, sampled, report, times) if was_sampled(trajectories) else {}),
+        **(sampling_metrics(step, sampled, report, times) if was_sampled(trajectories) else _canary(report)),
         **sampled.counts,
         **(turn_metrics(trajectories) if has_turns(trajectories) else {}),
         "rollout/stored": float(sampled.stored),
@@ -106,6 +106,11 @@ def sampling_metrics(
         "staleness/max": max(staleness),
         **report.canary.as_metrics(),
     }
+
+
+def _canary(report: SyncReport) -> dict[str, float]:
+    """Of a step that learns from a file. Nothing in a run without engines."""
+    return {} if math.isnan(report.canary.gap_max) else report.canary.as_metrics()
 
 
 def was_sampled(trajectories: Sequence[Trajectory]) -> bool:

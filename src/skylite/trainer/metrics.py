@@ -108,7 +108,7 @@ def step_metrics(
         of_taught = ("teacher/kl", "teacher/overlap", "teacher/divergence")
         means |= {name: means[name] / taught for name in of_taught if name in means}
     metrics = means | _critic_metrics(means, sums)
-    if algorithm.is_sampled:
+    if table.is_sampled:
         metrics |= _importance_metrics(means) | _worst_mismatch(values[len(own) :]) | _group_metrics(table)
         if "policy/entropy" in total:
             metrics["policy/entropy"] = _mean_entropy(table, total["policy/entropy"])

@@ -63,6 +63,11 @@ class Table:
     sizes: Sequence[BatchSize]
     """Of each update."""
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether an engine sampled the step, and not a file held it."""
+        return self.trajectories[0][0].sampling_logprobs is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
@@ -274,7 +279,7 @@ def make_micro_batch(
         keys=keys,
         token_weights=weights,
         size=size,
-        sampling_logprobs=logprobs if len(sampled) == len(examples) else None,
+        sampling_logprobs=logprobs if table.is_sampled else None,
         **_of_teacher(examples, algorithm, policy),
     )
 
