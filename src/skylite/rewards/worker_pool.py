@@ -13,6 +13,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import resource_tracker, util
 from pathlib import Path
+from typing import Any
 
 from skylite.config.rollout import RewardParameters
 from skylite.errors import ChildDied, RunFailed, convert_os_errors
@@ -159,10 +160,10 @@ def _in_own_session() -> Iterator[None]:
     """
     before = util.spawnv_passfds
 
-    def spawn(path: bytes, args: Sequence[bytes | str], passfds: Sequence[int]) -> int:
+    def spawn(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
         for descriptor in passfds:
             os.set_inheritable(descriptor, True)  # multiprocessing closes it here at once
-        return os.posix_spawn(path, args, os.environ, setsid=True)
+        return os.posix_spawn(path, list(args), os.environ, setsid=True)
 
     util.spawnv_passfds = spawn
     try:
