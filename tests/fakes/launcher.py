@@ -93,7 +93,12 @@ class FakeLauncher:
         """It runs everywhere."""
 
     def check_model(
-        self, model_path: Path, device: str, rank: int, lora: LoraConfig | None = None, max_images: int = 0
+        self,
+        model_path: Path,
+        device: str,
+        rank: int | None,
+        lora: LoraConfig | None = None,
+        max_images: int = 0,
     ) -> str:
         return ""
 

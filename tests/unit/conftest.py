@@ -30,6 +30,7 @@ SHARE_TOKENIZERS = {
     "test_models_command",
     "test_own_data",
     "test_own_data_recipe",
+    "test_own_teacher",
     "test_plugin_exits",
     "test_prepare",
     "test_recipe_names",

@@ -14,7 +14,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from skylite.adapters.import_adapter import check_teacher
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.config.train import TrainConfig
 from skylite.environments.teacher_server import TeacherServer, teacher_running
@@ -372,12 +371,6 @@ def test_settings_that_a_server_cannot_fulfil_are_refused(sections: dict[str, An
     with pytest.raises(ValidationError, match=sentence):
         settings(**sections)
     assert AlgorithmConfig(name="opd", teacher="http://h").teacher_folder is None
-
-
-def test_a_whole_model_as_teacher_is_refused_with_how_to_serve_it(tiny_llama: Path) -> None:
-    with pytest.raises(ConfigError, match="is a whole model") as error:
-        check_teacher(config_of("http://h"), str(tiny_llama), tiny_llama, "")
-    assert f"`vllm serve {tiny_llama} --port 8001`" in error.value.hint
 
 
 def test_a_server_that_only_a_file_names_gets_nothing(

@@ -272,7 +272,7 @@ def test_a_server_that_gives_fewer_is_refused_with_its_flag() -> None:
             {"name": "opd", "teacher": "http://h", "teacher_top_k": 5},
             "no effect with algorithm.teacher_beta=none",
         ),
-        ({"name": "gkd", "teacher": "x", "teacher_top_k": 5}, "teacher=x, which gives its whole distrib"),
+        ({"name": "gkd", "teacher_top_k": 5}, "teacher=base, which gives its whole distrib"),
         ({"teacher_top_k": 5}, "teacher_top_k=5 has no effect with algorithm.name=grpo"),
     ],
 )

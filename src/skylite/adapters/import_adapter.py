@@ -197,15 +197,7 @@ def check_teacher(config: TrainConfig, folder: str, model_path: Path, fingerprin
 
     Raises ConfigError or ModelError.
     """
-    path = expand_adapter_path(folder)
-    if (path / "config.json").is_file() and not (path / CONFIG).is_file():
-        raise ConfigError(
-            f"algorithm.teacher={folder} is a whole model, and a teacher beside the policy is an adapter on "
-            "its base.",
-            f"Serve it, if it has the same tokenizer: `vllm serve {folder} --port 8001`, and set "
-            "algorithm.teacher=http://127.0.0.1:8001.",
-        )
-    found = read_warm_start(path)
+    found = read_warm_start(expand_adapter_path(folder))
     notes = check_base_model(found, config.model.name, model_path, fingerprint)
     lora = lora_of(found.folder, model_path)
     about = f"teacher {found.folder} (rank {lora.rank}, alpha {lora.alpha:g})"

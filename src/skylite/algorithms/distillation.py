@@ -41,7 +41,7 @@ class OnPolicyDistillation(PolicyGradient):
 
     @property
     def has_teacher_server(self) -> bool:
-        return self.config.teacher_url is not None
+        return self.config.has_teacher_server
 
     @property
     def teacher_top_k(self) -> int:

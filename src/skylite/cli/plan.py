@@ -42,6 +42,7 @@ from skylite.resources.gpu_fit import (
 from skylite.resources.gpu_memory_plan import Setup
 from skylite.resources.gpu_placement import GpuChoice, assign_gpus
 from skylite.rollout.plan import RunPlan, device_defaults
+from skylite.rollout.teacher_check import with_own_teacher
 from skylite.ui.logs import show
 
 
@@ -107,6 +108,11 @@ def plan_config(
             f"engine.launcher={config.engine.launcher} is a program of yours, and `skylite plan` predicts "
             "vLLM's memory.",
             "Use `skylite train --dry-run` on the machine.",
+        )
+    if (name := with_own_teacher(config).algorithm.own_teacher) is not None:
+        raise ConfigError(
+            f"The teacher {name} gets an engine of its own, which `skylite plan` does not count.",
+            "Use `skylite train --dry-run` on the machine, or leave algorithm.teacher out.",
         )
     prompt, lengths = config.rollout.max_prompt_tokens, dict[str, Any]()
     if tokens is not None and config.env.episode:
@@ -211,7 +217,8 @@ def memory_of_run(plan: RunPlan) -> str:
     if any(gpu.total_bytes is None for gpu in placement.gpus.values()):
         return ""
     launcher = load_launcher(plan.config, plan.resolved.trust.programs)
-    setup = Setup(launcher, plan.resolved.model.path, at.device, at.dtype, at.cpu_lora, placement)
+    of_run = plan.resolved
+    setup = Setup(launcher, of_run.model.path, at.device, at.dtype, at.cpu_lora, placement, of_run.teacher)
     return "\n".join(table(measured(plan.config, {}, setup).table()))
 
 

@@ -343,6 +343,12 @@ def shared_plans(plans: Mapping[str, RunPlan]) -> dict[str, RunPlan]:
                 f"{name} and other policies of the sweep differ in whether they sample.",
                 "Sweep algorithms that sample, or sft or dpo, apart.",
             )
+        if (teacher := plan.config.algorithm.own_teacher) is not None:
+            raise ConfigError(
+                f"{name} has the teacher {teacher}, which gets an engine of its own, and the policies of a "
+                "sweep share all engines.",
+                "Serve it, and give its URL as algorithm.teacher.",
+            )
     resolved = {"placement": largest.resolved.placement, "memory": largest.resolved.memory}
     return {
         name: replace(

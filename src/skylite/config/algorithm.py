@@ -128,6 +128,8 @@ PLACES = ("{prompt}", "{context}")
 """What algorithm.teacher_prompt must contain."""
 BASE_TEACHER, AVERAGE = "base", "ema"
 """Values of algorithm.teacher that are not folders."""
+OWN_MODEL = "model:"
+"""Begins algorithm.teacher in the settings of a run whose teacher is a whole model. Its plan writes it."""
 OF_TEACHERS = [
     "teacher",
     "teacher_model",
@@ -281,7 +283,8 @@ class AlgorithmConfig(Section):
     teacher: str = BASE_TEACHER
     """Who teaches in opd, gkd, opsd, sdft and sdpo. base: the model without an adapter. ema: an average of
     the policy's own adapters. Else the folder of an adapter on the same base, of this run's modules or
-    others; or the URL of a vLLM server whose model has the same tokenizer, such as http://127.0.0.1:8001."""
+    others; the folder or hub id of another model with the same tokenizer, which gets an engine of its own
+    (recorded as model:NAME); or the URL of a vLLM server with such a model, like http://127.0.0.1:8001."""
     teacher_model: str = ""
     """Name of the teacher on its server. Empty: its only model."""
     teacher_key_env: str = ""
@@ -291,8 +294,9 @@ class AlgorithmConfig(Section):
     KL(policy || teacher); between: Jensen-Shannon's (GKD's beta). none: from log teacher - log policy of the
     sampled token."""
     teacher_top_k: int = Field(0, ge=0)
-    """A teacher on a server with teacher_beta: the divergence is over this many tokens, the most likely ones
-    to the teacher, and the rest as one. vLLM gives 20, or more with --max-logprobs."""
+    """A teacher that is a whole model, with teacher_beta: the divergence is over this many tokens, the most
+    likely ones to the teacher, and the rest as one. A server with vLLM gives 20, or more with
+    --max-logprobs."""
     offline_share: float = Field(0.0, ge=0, le=1)
     """Share of the steps, drawn by the run's seed, that learn from the completions of offline_column, and not
     from samples: 1 - GKD's lambda. Needs teacher_beta."""
@@ -428,15 +432,17 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"algorithm.{changed[0]}={getattr(self, changed[0])} has no effect with {why}; leave it out."
             )
-        if self.teacher_url and self.teacher_beta is not None and not self.teacher_top_k:
+        if self.has_teacher_server and self.teacher_beta is not None and not self.teacher_top_k:
             raise ValueError(
-                f"algorithm.teacher_beta={self.teacher_beta:g} compares distributions, and the server "
+                f"algorithm.teacher_beta={self.teacher_beta:g} compares distributions, and the server of "
                 f"{self.teacher} gives the logprobs of single tokens; set algorithm.teacher_top_k=20 to have "
                 "those of its most likely ones, or use algorithm.name=opd."
             )
-        if self.teacher_top_k and (not self.teacher_url or self.teacher_beta is None):
+        # A folder of an adapter gives all, too: rollout/teacher_check.py tells these from whole models.
+        gives_all = self.teacher in (BASE_TEACHER, AVERAGE)
+        if self.teacher_top_k and (gives_all or self.teacher_beta is None):
             why = "algorithm.teacher_beta=none, which learns from the sampled tokens alone"
-            if not self.teacher_url:
+            if gives_all:
                 why = f"algorithm.teacher={self.teacher}, which gives its whole distributions"
             raise ValueError(
                 f"algorithm.teacher_top_k={self.teacher_top_k} has no effect with {why}; leave it out."
@@ -516,8 +522,19 @@ class AlgorithmConfig(Section):
     @property
     def teacher_folder(self) -> str | None:
         """The folder of the teacher's adapter, if it has one of its own."""
-        is_here = self.teacher in (BASE_TEACHER, AVERAGE) or is_url(self.teacher)
-        return self.teacher if self.uses_teacher and not is_here else None
+        is_other = self.teacher in (BASE_TEACHER, AVERAGE) or self.has_teacher_server
+        return self.teacher if self.uses_teacher and not is_other else None
+
+    @property
+    def has_teacher_server(self) -> bool:
+        """Whether the teacher scores over HTTP: on a server, or on an engine that the run starts for it."""
+        return self.teacher_url is not None or self.own_teacher is not None
+
+    @property
+    def own_teacher(self) -> str | None:
+        """The whole model that teaches from an engine of its own, a folder or a hub id, if one does."""
+        is_own = self.uses_teacher and self.teacher.startswith(OWN_MODEL)
+        return self.teacher.removeprefix(OWN_MODEL) if is_own else None
 
     @property
     def teacher_url(self) -> str | None:

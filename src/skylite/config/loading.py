@@ -41,7 +41,7 @@ def load_config(recipe: Path | None, provenance: Provenance = NOTHING_TYPED) -> 
 
 def change_config(config: TrainConfig, provenance: Provenance) -> TrainConfig:
     """`config` with what the user typed instead. Raises ConfigError as `load_config` does."""
-    return _validated(config.model_dump(mode="json"), provenance, "")
+    return _validated(config.model_dump(mode="json", exclude_unset=True), provenance, "")
 
 
 def _validated(tree: dict[str, Any], provenance: Provenance, source: str) -> TrainConfig:

@@ -30,6 +30,14 @@ class ModelFiles(Section):
     """Most images of a prompt of the run. 0: engines serve text alone."""
 
 
+class TeacherModel(ModelFiles):
+    """The whole model that teaches from an engine of its own."""
+
+    dtype: Literal["bfloat16", "float32"]
+    max_tokens: int
+    """Tokens of the longest sequence that it reads, and the one that its engine samples."""
+
+
 class Placement(Section):
     """Where trainer and engines compute, and in what type."""
 
@@ -51,6 +59,9 @@ class MemoryPlan(Section):
     """KV cache of each engine on each of its GPUs. None: engine.kv_cache_gib on a CPU."""
     engine_share: float | None = None
     """Share of its GPUs that must be free for an engine to start; None: engine.gpu_memory_utilization."""
+    teacher_kv_cache_bytes: int | None = None
+    """The same of a teacher's engine, which is on the GPUs of the first engine."""
+    teacher_share: float | None = None
     trainer_bytes: int | None = None
     """What torch may allocate on each rank's GPU; None: no limit."""
 
@@ -86,6 +97,8 @@ class Resolved(Section):
     """All decisions; config.json records them, so that no choice is silent."""
 
     model: ModelFiles
+    teacher: TeacherModel | None = None
+    """The model of algorithm.teacher, if it is a whole one."""
     placement: Placement
     memory: MemoryPlan = MemoryPlan()
     trust: Trust = Trust()

@@ -459,10 +459,10 @@ class TrainConfig(Section):
                 "show it more (algorithm.teacher_column), name the folder of an adapter, start from one "
                 "(lora.from_adapter), or add a reward (algorithm.reward_weight)."
             )
-        if algorithm.teacher_url and self.rollout.temperature != 1:
+        if algorithm.has_teacher_server and self.rollout.temperature != 1:
             raise ValueError(
                 f"rollout.temperature={self.rollout.temperature:g} changes the policy's probabilities, and "
-                f"the server {algorithm.teacher} gives those of its model at temperature 1; use "
+                f"the server of {algorithm.teacher} gives those of its model at temperature 1; use "
                 "rollout.temperature=1."
             )
         if algorithm.teacher_sees_success and self.rollout.group_size < 2:

@@ -99,6 +99,8 @@ class EngineSpec:
     """TrainConfig.shared_network."""
     max_images: int = 0
     """Most images of a prompt. 0: prompts are text."""
+    max_logprobs: int | None = None
+    """Most tokens in one place whose logprobs are asked for. None: as the engine has it."""
     tower_lora: bool = False
     """Whether its adapters also change modules that read images."""
 
@@ -192,11 +194,17 @@ class Launcher(Protocol):
         """Raise SkyliteError if the installed engine does not run on this device."""
 
     def check_model(
-        self, model_path: Path, device: str, rank: int, lora: LoraConfig | None = None, max_images: int = 0
+        self,
+        model_path: Path,
+        device: str,
+        rank: int | None,
+        lora: LoraConfig | None = None,
+        max_images: int = 0,
     ) -> str:
         """Raise SkyliteError if adapters of this rank and, with `lora`, these modules cannot be served.
 
-        With `max_images`, also if prompts with images cannot. Returns a note for the user, or "".
+        Without a rank, if the model cannot be served without adapters. With `max_images`, also if prompts
+        with images cannot. Returns a note for the user, or "".
         """
 
     def bf16_reason(self, model_path: Path, device: str) -> str:
@@ -216,7 +224,8 @@ class Launcher(Protocol):
     def command(self, spec: EngineSpec) -> list[str]:
         """The command line of a server at `spec.address`.
 
-        Besides what `connect` asks for, it answers OpenAI's /v1/models and /v1/chat/completions.
+        Besides what `connect` asks for, it answers OpenAI's /v1/models and /v1/chat/completions. That of a
+        teacher answers /v1/completions with vLLM's `prompt_logprobs`.
         """
 
     def environment(self, spec: EngineSpec) -> dict[str, str]:

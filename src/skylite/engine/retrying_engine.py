@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -120,6 +121,15 @@ class RetryingEngine:
         """Tokens of the server so far, asked once. Raises EngineFailed."""
         return await self._client.progress()
 
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """Count a request, which may be of another client, until the block ends: a hang is noticed then."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
     def note_work(self, at: float) -> None:
         """Note that the server still worked `at` this time, by the loop's clock."""
         self._worked_at = at
@@ -140,15 +150,13 @@ class RetryingEngine:
         while True:
             await self._up.wait()
             client = self._client
-            self.in_flight += 1
             try:
-                return await request(client)
+                with self.asked():
+                    return await request(client)
             except EngineFailed:
                 counts = self._up.is_set() and client is self._client
                 if counts and not waits:
                     raise
-            finally:
-                self.in_flight -= 1
             if counts:
                 await asyncio.sleep(waits.pop(0))
 

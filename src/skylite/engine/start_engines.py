@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -140,6 +141,61 @@ def engine_spec(run_config: RunConfig, target_modules: list[str], index: int, so
         kv_cache_bytes=memory.kv_cache_bytes,
         gpus=tuple(placement.engine_gpus[index * size : (index + 1) * size]),
         tensor_parallel=size,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherEngine:
+    """An engine that a run starts for a teacher."""
+
+    spec: EngineSpec
+    engine: RetryingEngine
+    """To watch it by. The teacher has a client of its own."""
+    log: Path
+    start_timeout_s: float
+
+
+@asynccontextmanager
+async def teacher_engine(
+    launcher: Launcher, run_config: RunConfig, logs: Path, supervisor: Supervisor, restarts: dict[str, int]
+) -> AsyncIterator[TeacherEngine]:
+    """Start the engine of a teacher that is a whole model, and yield it once it serves.
+
+    It restarts as the other engines do; `restarts`: see RestartPolicy.counts. The supervisor stops it.
+    """
+    policy = RestartPolicy(config=run_config.config.engine, verify=_skip_verification, counts=restarts)
+    with temporary_folder() as sockets:
+        spec = teacher_spec(run_config, sockets)
+        watchdog = Watchdog.start(launcher, spec, logs, supervisor, policy)
+        async with engines_kept_alive([watchdog], supervisor) as (engine,):
+            yield TeacherEngine(
+                spec=spec,
+                engine=engine,
+                log=watchdog.child.spec.log_path,
+                start_timeout_s=policy.config.start_timeout_s,
+            )
+
+
+def teacher_spec(run_config: RunConfig, sockets: Path) -> EngineSpec:
+    """As the first engine of the run, for the teacher's model and without LoRA."""
+    teacher, memory = run_config.resolved.teacher, run_config.resolved.memory
+    assert teacher is not None, "the caller checks this"
+    first = engine_spec(run_config, [], 0, sockets)
+    return replace(
+        first,
+        name="teacher",
+        model_path=teacher.path,
+        dtype=teacher.dtype,
+        address=Address.of_socket(sockets / "teacher.sock"),
+        lora_rank=None,
+        target_modules=None,
+        max_model_len=teacher.max_tokens,
+        gpu_memory_utilization=memory.teacher_share or first.gpu_memory_utilization,
+        kv_cache_bytes=memory.teacher_kv_cache_bytes,
+        cpu_lora="dense",
+        max_images=0,
+        tower_lora=False,
+        max_logprobs=run_config.config.algorithm.teacher_top_k or None,
     )
 
 

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from time import time
@@ -46,6 +47,8 @@ class Patience:
     """What to do if the server refuses a request."""
     requests_per_minute: float = 0.0
     """Most requests that begin in a minute. 0: no limit."""
+    while_asked: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Surrounds each attempt."""
 
 
 class PatientClient:
@@ -110,10 +113,11 @@ class PatientClient:
     async def _send(self, path: str, body: dict[str, Any] | None) -> tuple[httpx.Response | None, str, float]:
         """The reply; or None, why, and the seconds that the server asks to wait. Raises RunFailed."""
         try:
-            if body is None:
-                answer = await self._connections.send("GET", path)
-            else:
-                answer = await self._connections.send_prompt(path, body, self._how.timeout_s)
+            with self._how.while_asked():
+                if body is None:
+                    answer = await self._connections.send("GET", path)
+                else:
+                    answer = await self._connections.send_prompt(path, body, self._how.timeout_s)
         except EngineFailed as error:
             return None, error.what, 0.0
         if answer.status_code == httpx.codes.OK:

@@ -12,13 +12,16 @@ import asyncio
 import contextlib
 import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.engine.connections import Address
+from skylite.engine.interface import BASE_NAME
+from skylite.engine.same_tokenizer import tokenizer_difference
+from skylite.engine.start_engines import TeacherEngine
 from skylite.environments.patient_client import Patience, PatientClient, api_key
 from skylite.environments.source import gather_or_cancel
 from skylite.errors import ConfigError, RunFailed
@@ -36,17 +39,6 @@ LEAST_LOGPROB = -1000.0
 """Less is vLLM's stand-in for minus infinity, -9999."""
 ROUNDING = 1e-3
 """A logprob is at most this."""
-VOCABULARY_PART = 4096
-"""Token ids of one request that compares vocabularies."""
-TEXTS = (
-    "The answer is 42, because 6 * 7 = 42.\n\n#### 42",
-    "def f(x):\n    return {'a': [x ** 2, -0.5e-3]}  # comment\n\tif  not x:",
-    "1234567890 3.14159 1,000,000 20%",
-    "Où est l'élève? Größe, mañana, żółć",
-    "日本語のテキスト。中文,한국어 и русский, عربى",
-    "🙂👩‍🚀 ∑∫√ \u00a0 end  \r\n",
-)
-"""Texts that both tokenizers must read alike."""
 
 
 class Scores(NamedTuple):
@@ -67,31 +59,40 @@ class TeacherServer:
         algorithm: AlgorithmConfig,
         patience_s: float = PATIENCE_S,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        engine: TeacherEngine | None = None,
     ) -> None:
-        """Raises ConfigError if the variable with the key is not set. `sleep`: tests replace it."""
-        url = algorithm.teacher_url
-        assert url is not None, "the caller checks this"
+        """`engine`: the one that the run started for it; None: it is at a URL. `sleep`: tests replace it.
+
+        Raises ConfigError if the variable with the key is not set.
+        """
         self._shows_more, self.model = algorithm.shows_teacher_more, algorithm.teacher_model
         self._top_k = algorithm.teacher_top_k
-        self.name = f"teacher {self.model} at {url}" if self.model else f"teacher at {url}"
-        how = Patience(
-            name=self.name,
-            max_concurrent=MAX_CONCURRENT,
-            timeout_s=TIMEOUT_S,
-            patience_s=patience_s,
-            if_silent="Start it again, and continue with --resume; at another address with --set "
-            "algorithm.teacher=URL.",
-            if_refused="Correct algorithm.teacher, teacher_model or teacher_key_env. The server must be "
-            "vLLM's (`vllm serve MODEL` or `skylite serve`)"
-            + (
-                f", and give {self._top_k} logprobs (--max-logprobs, 20 by default, or lower "
-                "algorithm.teacher_top_k)."
-                if self._top_k
-                else "."
-            ),
-        )
-        key = api_key("algorithm.teacher_key_env", algorithm.teacher_key_env, self.name)
-        self._client = PatientClient(Address.parse(url, key), how, sleep)
+        if engine is not None:
+            self.model, self.name = BASE_NAME, f"teacher {algorithm.own_teacher}"
+            address, how = engine.spec.address, _patience_with(engine, self.name, patience_s)
+        else:
+            url = algorithm.teacher_url
+            assert url is not None, "the caller checks this"
+            self.name = f"teacher {self.model} at {url}" if self.model else f"teacher at {url}"
+            key = api_key("algorithm.teacher_key_env", algorithm.teacher_key_env, self.name)
+            address = Address.parse(url, key)
+            how = Patience(
+                name=self.name,
+                max_concurrent=MAX_CONCURRENT,
+                timeout_s=TIMEOUT_S,
+                patience_s=patience_s,
+                if_silent="Start it again, and continue with --resume; at another address with --set "
+                "algorithm.teacher=URL.",
+                if_refused="Correct algorithm.teacher, teacher_model or teacher_key_env. The server must be "
+                "vLLM's (`vllm serve MODEL` or `skylite serve`)"
+                + (
+                    f", and give {self._top_k} logprobs (--max-logprobs, 20 by default, or lower "
+                    "algorithm.teacher_top_k)."
+                    if self._top_k
+                    else "."
+                ),
+            )
+        self._client = PatientClient(address, how, sleep)
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -202,52 +203,52 @@ class TeacherServer:
         return models[name]
 
     async def check_tokenizer(self, tokenizer: ChatTokenizer) -> None:
-        """Raise ConfigError unless texts, special tokens and all token ids mean the same to the teacher.
+        """Raise ConfigError unless texts, special tokens and all token ids mean the same to the teacher."""
 
-        Its vocabulary may have more tokens at its end, which the policy never samples.
-        """
-        size, special = await asyncio.to_thread(tokenizer.vocabulary)
-        texts = [*TEXTS, "".join(special)]
-        own = await asyncio.to_thread(tokenizer.encode_texts, texts)
-        for text, ids in zip(texts, own, strict=True):
-            body = {"prompt": text, "add_special_tokens": False}
-            got = await self._ask_tokenizer("tokenize", body, "tokens")
-            if got != ids:
-                raise self._differs(tokenizer, f"reads {text[:40]!r} as {got[:8]}, not {ids[:8]}")
-        for start in range(0, size, VOCABULARY_PART):
-            part = list(range(start, min(start + VOCABULARY_PART, size)))
-            text = await asyncio.to_thread(tokenizer.decode, part)
-            if await self._ask_tokenizer("detokenize", {"tokens": part}, "prompt") != text:
-                raise self._differs(tokenizer, f"has other texts for the tokens {part[0]} to {part[-1]}")
+        async def ask(route: str, body: Mapping[str, Any], field: str) -> Any:
+            return await self._client.ask(
+                route, {"model": self.model, **body}, lambda reply: reply[field], f"reply of /{route}"
+            )
 
-    async def _ask_tokenizer(self, route: str, body: dict[str, Any], field: str) -> Any:
-        return await self._client.ask(
-            route, {"model": self.model, **body}, lambda reply: reply[field], f"reply of /{route}"
-        )
+        if how := await tokenizer_difference(ask, tokenizer):
+            raise ConfigError(
+                f"The {self.name} has another tokenizer than {tokenizer.model_path.name}: it {how}. A "
+                "teacher scores the policy's own tokens.",
+                "Serve a model of the same family (for Mistral's with --tokenizer-mode hf), or learn from "
+                "its texts with algorithm.name=sft.",
+            )
 
-    def _differs(self, tokenizer: ChatTokenizer, how: str) -> ConfigError:
-        return ConfigError(
-            f"The {self.name} has another tokenizer than {tokenizer.model_path.name}: it {how}. A teacher "
-            "scores the policy's own tokens.",
-            "Serve a model of the same family (for Mistral's with --tokenizer-mode hf), or learn from its "
-            "texts with algorithm.name=sft.",
-        )
+
+def _patience_with(engine: TeacherEngine, name: str, patience_s: float) -> Patience:
+    """Of a teacher on the run's own engine, which may start again meanwhile."""
+    log = f"Its log is {engine.log}."
+    return Patience(
+        name=name,
+        max_concurrent=MAX_CONCURRENT,
+        timeout_s=TIMEOUT_S,
+        patience_s=patience_s + engine.start_timeout_s,
+        if_silent=f"{log} --resume continues the run.",
+        if_refused=log,
+        while_asked=engine.engine.asked,
+    )
 
 
 @contextlib.asynccontextmanager
 async def teacher_running(
-    algorithm: AlgorithmConfig, tokenizer: ChatTokenizer, *, is_new: bool
+    algorithm: AlgorithmConfig, tokenizer: ChatTokenizer, *, is_new: bool, engine: TeacherEngine | None = None
 ) -> AsyncIterator[TeacherServer | None]:
-    """The teacher of the settings, if it is on a server. Raises ConfigError without its key.
+    """The teacher of the settings, if it scores over HTTP. Raises ConfigError without its key.
 
-    `is_new`: the run is not resumed, so the plan has just checked the server.
+    Args:
+        is_new: the run is not resumed, so the plan has just checked the server.
+        engine: the one that the run started for it. Its files are checked.
     """
-    if algorithm.teacher_url is None:
+    if not algorithm.has_teacher_server:
         yield None
         return
-    server = TeacherServer(algorithm)
+    server = TeacherServer(algorithm, engine=engine)
     try:
-        if not is_new:
+        if not is_new and engine is None:
             await server.choose_model()
             await server.check_tokenizer(tokenizer)
         yield server

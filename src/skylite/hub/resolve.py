@@ -70,7 +70,7 @@ def resolve_model(name: str, revision: str | None = None) -> ResolvedModel:
     path = Path(os.path.expanduser(name))  # Path.expanduser and Path.is_dir raise for invalid file names
     if name and os.path.isdir(path):
         return check_folder(path.resolve(), "")
-    if not name or os.path.exists(path) or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if not is_hub_id(name):
         raise ModelError(
             f"The model {name!r} is neither a local folder nor a hub id of the form owner/name.",
             f"Give a folder, a hub id, or {SMOLLM2}.",
@@ -79,6 +79,12 @@ def resolve_model(name: str, revision: str | None = None) -> ResolvedModel:
     path = _from_hub(name, revision)
     found = path.name if path.parent.name == "snapshots" else revision
     return replace(check_folder(path, f"model: {name} from the hub, revision {found}"), revision=found)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether it has the form of a hub id, and no file has this name."""
+    is_path = name.startswith((".", "/", "~")) or os.path.exists(name)
+    return not is_path and name.count("/") == 1
 
 
 def check_folder(path: Path, note: str) -> ResolvedModel:

@@ -21,6 +21,7 @@ from skylite.notes import Note
 from skylite.processes.gpus import Gpu
 from skylite.resources.gpu_memory_plan import (
     Setup,
+    TeacherMemory,
     TrainerMemory,
     fit_memory,
     micro_batch_tokens,
@@ -62,6 +63,8 @@ class Fit:
     memory: MemoryPlan
     trainer: TrainerMemory
     engine: EngineMemory
+    teacher: TeacherMemory | None
+    """Of its own engine."""
     notes: list[Note]
     tokens: int
     """Most tokens of a micro-batch."""
@@ -101,6 +104,8 @@ class Fit:
             "vLLM: CUDA": self.engine.process,
         }
         parts |= {name: count * engines for name, count in each.items() if engines}
+        if self.teacher is not None and gpu in self.placement.first_engine(self.config):
+            parts["teacher: vLLM"] = self.teacher.total()
         return parts | {FREE: (self.placement.gpus[gpu].total_bytes or 0) - sum(parts.values())}
 
 
@@ -174,6 +179,7 @@ def measured(config: TrainConfig, settings: dict[str, Any], setup: Setup) -> Fit
         memory=memory,
         trainer=trainer,
         engine=setup.engine(config),
+        teacher=setup.teacher(config),
         notes=notes,
         tokens=most_tokens(config, trainer, (memory.trainer_bytes or 0) + trainer.process),
     )

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from skylite.config.engine import CpuLora
-from skylite.config.resolved import MemoryPlan
+from skylite.config.lora import LoraConfig
+from skylite.config.resolved import MemoryPlan, TeacherModel
 from skylite.config.train import TrainConfig
 from skylite.engine.interface import EngineMemory, Launcher
 from skylite.engine.model_sizes import ModelSizes, model_sizes
@@ -66,6 +67,11 @@ GPU_HELPS = (
     "a lower engine.gpu_memory_utilization", "more ranks, each on its own GPU (trainer.num_ranks)",
     "trainer.offload=true",
 )  # fmt: skip
+TEACHER_TOKENS = 8192
+"""A teacher's KV cache on a GPU holds so many at least: what vLLM computes in one pass. A sequence that is
+scored leaves at once."""
+TEACHER_ROWS = 1024
+"""Rows of logits that vLLM computes at once for the logprobs of prompts (its CHUNK_SIZE)."""
 NO_ENGINE = EngineMemory(weights=0, lora_slots=0, activations=0, process=0, kv_per_token=0, block_size=1)
 
 
@@ -124,6 +130,20 @@ def engine_parts(engine: EngineMemory) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class TeacherMemory:
+    """Predicted bytes of a teacher's engine, on each of its GPUs."""
+
+    engine: EngineMemory
+    kv_cache: int
+
+    def total(self) -> int:
+        return self.engine.before_kv() + self.kv_cache
+
+    def parts(self) -> str:
+        return f"{gib(self.total())} ({engine_parts(self.engine)}, KV cache {gib(self.kv_cache)})"
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """What a run has beside its settings when its memory is planned."""
 
@@ -133,6 +153,8 @@ class Setup:
     dtype: str
     cpu_lora: CpuLora
     placement: GpuChoice
+    own_teacher: TeacherModel | None = None
+    """The whole model that teaches from an engine of its own."""
 
     def engine(self, config: TrainConfig) -> EngineMemory:
         """Predict an engine's memory."""
@@ -140,6 +162,30 @@ class Setup:
             return NO_ENGINE
         check_divisible(self.model_path, config.engine.tensor_parallel)
         return self.launcher.memory(config, self.model_path, self.device, self.dtype, self.cpu_lora)
+
+    def teacher(self, config: TrainConfig) -> TeacherMemory | None:
+        """Predict the memory of a teacher's engine. Raises ConfigError if its KV cache holds no sequence."""
+        teacher = self.own_teacher
+        if teacher is None:
+            return None
+        check_divisible(teacher.path, config.engine.tensor_parallel)
+        rows = config.engine.model_copy(update={"max_num_seqs": TEACHER_ROWS})
+        plain = config.model_copy(update={"engine": rows, "lora": LoraConfig()})  # of modules that it has
+        engine = self.launcher.memory(plain, teacher.path, self.device, teacher.dtype, "dense")
+        engine, longest = replace(engine, lora_slots=0), teacher.max_tokens
+        if self.device == "cuda":
+            kv_cache = engine.kv_cache(longest, max(1, TEACHER_TOKENS // longest))
+        else:
+            kv_cache = int(config.engine.kv_cache_gib * GIB)
+        if self.device == "cuda" and not engine.kv_per_token:
+            raise _unknown_cache("teacher's")
+        if engine.kv_per_token and engine.longest(kv_cache) < longest:
+            raise DoesNotFit(
+                f"engine.kv_cache_gib={config.engine.kv_cache_gib:g} holds {engine.longest(kv_cache):,} "
+                f"tokens of the teacher {teacher.path.name}, which may read {longest:,} at once.",
+                "Raise it, or lower rollout.max_completion_tokens.",
+            )
+        return TeacherMemory(engine, kv_cache)
 
     def sizes(self, config: TrainConfig) -> ModelSizes:
         """The model's, with the adapters of these settings."""
@@ -151,15 +197,15 @@ def plan_memory(config: TrainConfig, setup: Setup) -> tuple[MemoryPlan, list[Not
 
     Raises DoesNotFit if the run cannot fit on its GPUs, or several policies on a CPU.
     """
-    engine, sizes = setup.engine(config), setup.sizes(config)
+    engine, sizes, teacher = setup.engine(config), setup.sizes(config), setup.teacher(config)
     if setup.device == "cpu":
         trainer = trainer_memory(sizes, config, "cpu", setup.dtype)
-        note = cpu_note(config, trainer, engine, available_memory())
+        note = cpu_note(config, trainer, engine, available_memory(), teacher)
         if config.engine.policies > 1 and note.is_warning:  # fewer may fit
             raise DoesNotFit(f"{config.engine.policies} policies at once do not fit ({note.text}).")
         return MemoryPlan(), [note]
     trainer = trainer_memory(sizes, config, "cuda", setup.dtype)
-    return divide_gpus(config, trainer, engine, setup.placement)
+    return divide_gpus(config, trainer, engine, setup.placement, teacher)
 
 
 def fit_memory(config: TrainConfig, setup: Setup) -> tuple[TrainConfig, MemoryPlan, list[Note]]:
@@ -224,9 +270,10 @@ def fitting_tokens(config: TrainConfig, setup: Setup) -> int | None:
     """
     trainer = trainer_memory(setup.sizes(config), config, "cuda", setup.dtype)
     try:
-        limit = divide_gpus(config, trainer, setup.engine(config), setup.placement)[0].trainer_bytes
+        plan, _ = divide_gpus(config, trainer, setup.engine(config), setup.placement, setup.teacher(config))
     except ConfigError:
         return 0
+    limit = plan.trainer_bytes
     return None if limit is None else most_tokens(config, trainer, limit + trainer.process)
 
 
@@ -347,23 +394,31 @@ def divide_gpus(
     trainer: TrainerMemory,
     engine: EngineMemory,
     placement: GpuChoice,
+    teacher: TeacherMemory | None = None,
 ) -> tuple[MemoryPlan, list[Note]]:
     """The smallest GPU of the engines fixes the KV cache, the fullest GPU of the ranks fixes their limit.
 
-    The ranks divide what other processes leave free; gpu_placement.py has checked that the engines fit.
+    The ranks divide what other processes leave free; gpu_placement.py has checked that the engines fit. A
+    teacher's engine is on the GPUs of the first engine, within their share.
     """
     gpus = placement.gpus
     totals = {index: gpu.total_bytes for index, gpu in gpus.items() if gpu.total_bytes is not None}
     if not totals.keys() >= {*placement.engine_gpus, *placement.rank_gpus}:
-        unknown = (
-            "nvidia-smi does not tell the size of a GPU, so engine and trainer may take more than it has"
-        )
-        return MemoryPlan(), [warning(f"memory: {unknown}")]
+        unknown = "nvidia-smi does not tell the size of a GPU"
+        if teacher is not None:
+            raise ConfigError(
+                f"{unknown}, so it cannot be divided between an engine and the teacher's.",
+                "Serve the teacher on another GPU, and give its URL as algorithm.teacher.",
+            )
+        more = "so engine and trainer may take more than it has"
+        return MemoryPlan(), [warning(f"memory: {unknown}, {more}")]
     sizes = [totals[i] for i in placement.engine_gpus]
-    kv_cache = kv_cache_bytes(config, engine, min(sizes)) if sizes else 0
+    kv_cache = kv_cache_bytes(config, engine, min(sizes), teacher) if sizes else 0
+    beside = placement.first_engine(config) if teacher is not None else []
     limits = [
         placement.free_bytes.get(i, totals[i])
         - placement.engine_gpus.count(i) * (engine.before_kv() + kv_cache)
+        - (teacher.total() if teacher is not None and i in beside else 0)
         for i in placement.rank_gpus
     ]
     limit = min(limits)
@@ -377,7 +432,15 @@ def divide_gpus(
         engine_share=engine_share(engine, kv_cache, max(sizes)),
         trainer_bytes=limit - trainer.process,
     )
-    return plan, [engine_note(config, engine, kv_cache), note]
+    notes = [engine_note(config, engine, kv_cache), note]
+    if teacher is not None:
+        share = engine_share(teacher.engine, teacher.kv_cache, max(sizes))
+        plan = plan.model_copy(
+            update={"teacher_kv_cache_bytes": teacher.kv_cache, "teacher_share": share},
+        )
+        where = ", ".join(map(str, beside))
+        notes.insert(1, Note(f"memory of the teacher's engine on GPU {where}: {teacher.parts()}"))
+    return plan, notes
 
 
 def engine_share(engine: EngineMemory, kv_cache: int, largest: int) -> float:
@@ -390,31 +453,39 @@ def engine_share(engine: EngineMemory, kv_cache: int, largest: int) -> float:
     return max(1, SHARE_STEPS * asked // largest) / SHARE_STEPS
 
 
-def kv_cache_bytes(config: TrainConfig, engine: EngineMemory, total: int) -> int:
+def kv_cache_bytes(
+    config: TrainConfig, engine: EngineMemory, total: int, teacher: TeacherMemory | None = None
+) -> int:
     """What remains of an engine's share, at most what max_num_seqs of the longest sequences fill.
 
-    Raises ConfigError if one sequence does not fit, or if the size of a token is unknown.
+    A teacher's engine takes its part first. Raises ConfigError if one sequence does not fit, or if the size
+    of a token is unknown.
     """
     if not engine.kv_per_token:
-        raise ConfigError(
-            "The engine's KV cache cannot be predicted: the model has layers without an attention that "
-            "skylite knows (k_proj; a fused projection with num_attention_heads in config.json; the latent "
-            "attention of DeepSeek V2 and V3).",
-            "Use another model, or train on the CPU.",
-        )
+        raise _unknown_cache("engine's")
     longest = config.max_sequence_tokens
     smallest = engine.kv_cache(longest)
     share = config.engine.gpu_memory_utilization
-    left = int(share * total) - engine.before_kv()
+    left = int(share * total) - engine.before_kv() - (teacher.total() if teacher is not None else 0)
     if left < smallest:
+        beside = f"; the teacher's engine takes {teacher.parts()}" if teacher is not None else ""
         raise DoesNotFit(
             f"The engine does not fit: engine.gpu_memory_utilization={share:g} of {gib(total)} is "
             f"{gib(share * total)}; {engine_parts(engine)}, and one sequence of {longest} tokens needs a KV "
-            f"cache of {gib(smallest)}.",
+            f"cache of {gib(smallest)}{beside}.",
             "Raise engine.gpu_memory_utilization, lower rollout.max_completion_tokens, divide the model "
             "among more GPUs (engine.tensor_parallel), or use a smaller model.",
         )
     return min(left, engine.kv_cache(longest, config.engine.max_num_seqs))
+
+
+def _unknown_cache(whose: str) -> ConfigError:
+    return ConfigError(
+        f"The {whose} KV cache cannot be predicted: the model has layers without an attention that "
+        "skylite knows (k_proj; a fused projection with num_attention_heads in config.json; the latent "
+        "attention of DeepSeek V2 and V3).",
+        "Use another model, or train on the CPU.",
+    )
 
 
 def require_trainer(
@@ -483,19 +554,26 @@ def micro_batch_tokens(config: TrainConfig) -> int:
     return longest if tokens == "auto" else max(tokens, longest)
 
 
-def cpu_note(config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory, free: int) -> Note:
+def cpu_note(
+    config: TrainConfig,
+    trainer: TrainerMemory,
+    engine: EngineMemory,
+    free: int,
+    teacher: TeacherMemory | None = None,
+) -> Note:
     """The prediction for a CPU run, and a warning if the machine has less."""
     tokens = micro_batch_tokens(config)
     kv_cache = int(config.engine.kv_cache_gib * GIB)
     ranks, engines = config.trainer.num_ranks, config.engine.num_engines
-    of_engines = engines * (engine.before_kv() + kv_cache)
+    of_engines = engines * (engine.before_kv() + kv_cache) + (teacher.total() if teacher is not None else 0)
     total = ranks * trainer.total(tokens) + of_engines
     beside = (
         f"{engines} engine(s) of {gib(engine.before_kv() + kv_cache)} ({engine_parts(engine)}, KV cache "
         f"{gib(kv_cache)}), "
     )
     parts = (
-        f"{beside if engines else ''}{ranks} rank(s) of {gib(trainer.total(tokens))} at {tokens} tokens "
+        f"{beside if engines else ''}{f'a teacher of {teacher.parts()}, ' if teacher is not None else ''}"
+        f"{ranks} rank(s) of {gib(trainer.total(tokens))} at {tokens} tokens "
         f"({trainer.parts(tokens)})"
     )
     if total <= free:

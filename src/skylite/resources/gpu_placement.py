@@ -54,6 +54,10 @@ class GpuChoice:
         """shared: some GPU has a rank and an engine."""
         return "shared" if {*self.rank_gpus} & {*self.engine_gpus} else "split"
 
+    def first_engine(self, config: TrainConfig) -> list[int]:
+        """The GPUs of the first engine. A teacher's is on them, too."""
+        return self.engine_gpus[: config.engine.tensor_parallel]
+
     @property
     def other_kind(self) -> Kind:
         return "split" if self.kind == "shared" else "shared"

@@ -21,7 +21,15 @@ from skylite.adapters.import_adapter import (
 )
 from skylite.config.loading import read_recipe
 from skylite.config.provenance import NOTHING_TYPED, Provenance
-from skylite.config.resolved import MemoryPlan, ModelFiles, Placement, Resolved, RunIdentity, Trust
+from skylite.config.resolved import (
+    MemoryPlan,
+    ModelFiles,
+    Placement,
+    Resolved,
+    RunIdentity,
+    TeacherModel,
+    Trust,
+)
 from skylite.config.train import HIGHEST_USUAL_LR, LOWEST_USUAL_LR, RunConfig, TrainConfig
 from skylite.data.chat_tokenizer import (
     ChatTemplate,
@@ -62,7 +70,7 @@ from skylite.rollout.judge_check import check_judge
 from skylite.rollout.prompt_check import check_teacher_prompts, without
 from skylite.rollout.reward_check import without_reward
 from skylite.rollout.sources import ScoredData, Source, source_for
-from skylite.rollout.teacher_check import check_teacher_server
+from skylite.rollout.teacher_check import check_teacher, with_own_teacher
 from skylite.rollout.trusted_programs import (
     allow_algorithm,
     allow_judge,
@@ -129,6 +137,7 @@ def plan_run(
     for folder in (run.root, sync_folder(config, run)):
         refuse_live(folder)
     check_folders(config, run)
+    config = with_own_teacher(config)
     config, filter_note = without_foreign_filter(config, provenance)
     source = source_for(config)
     train, info, mixed = read_train(config)
@@ -142,7 +151,7 @@ def plan_run(
     with contextlib.closing(load_tokenizer(model.path, template)) as tokenizer:
         dropped, prompt_notes = source.check_prompts(tokenizer, config, model.path, train, held_out)
         prompt_notes += source.check_completions(scored, info, tokenizer, train)
-        config, teacher_notes = check_teacher_server(config, tokenizer, train)
+        config, teacher, teacher_notes = check_teacher(config, launcher, tokenizer, train)
         train, held_out = without(train, dropped), without(held_out, dropped)
         check_teacher_prompts(tokenizer, config, model.path, train)
         template = keep_clock(template, tokenizer)
@@ -155,9 +164,10 @@ def plan_run(
         *(*adapter_notes, length_note, *device_notes),
     )
     images = max(len(prompt.images) for prompt in (*train, *held_out))
-    config, placement, memory, notes = choose_placement(config, model, launcher, notes, images)
+    config, placement, memory, notes = choose_placement(config, model, launcher, notes, images, teacher)
     resolved = Resolved(
         model=_model_files(model, template, images),
+        teacher=teacher,
         placement=placement,
         memory=memory,
         trust=Trust(programs=scored.programs),
@@ -248,7 +258,12 @@ def choose_model(config: TrainConfig, launcher: Launcher) -> ResolvedModel:
 
 
 def choose_placement(
-    config: TrainConfig, model: ResolvedModel, launcher: Launcher, notes: Sequence[Note], max_images: int = 0
+    config: TrainConfig,
+    model: ResolvedModel,
+    launcher: Launcher,
+    notes: Sequence[Note],
+    max_images: int = 0,
+    teacher: TeacherModel | None = None,
 ) -> tuple[TrainConfig, Placement, MemoryPlan, list[Note]]:
     """Choose dtype, GPUs, checkpointing, sequences at once and memory; add a note on each choice.
 
@@ -261,7 +276,7 @@ def choose_placement(
     model_notes = check_model(config, model, launcher, device, max_images)
     cpu_lora = launcher.choose_cpu_lora(config, dtype, model.path)
     of_engines = launcher.notes(config, device, dtype, cpu_lora) if config.engine.num_engines else []
-    setup = Setup(launcher, model.path, device, dtype, cpu_lora, gpus)
+    setup = Setup(launcher, model.path, device, dtype, cpu_lora, gpus, teacher)
     config, memory, memory_notes = fit_memory(config, setup)
     notes = notes_of(
         *notes,

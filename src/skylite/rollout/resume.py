@@ -13,13 +13,13 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import skylite
 from skylite.adapters.retention import remove_folder, remove_unfinished_files
 from skylite.config.loading import change_config, read_run_config
 from skylite.config.provenance import NOTHING_TYPED, Provenance
-from skylite.config.resolved import MemoryPlan, Placement, Resolved, Trust
+from skylite.config.resolved import MemoryPlan, ModelFiles, Placement, Resolved, Trust
 from skylite.config.rollout import RewardParameters
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.engine.launchers import load_launcher
@@ -40,6 +40,7 @@ from skylite.rollout.plan import (
 from skylite.rollout.prompt_check import without
 from skylite.rollout.sources import source_for
 from skylite.rollout.step_metrics import recovered_metrics, require_numbers
+from skylite.rollout.teacher_check import with_own_teacher
 from skylite.rollout.trusted_programs import (
     accept_same_rewards,
     allow_algorithm,
@@ -55,6 +56,7 @@ from skylite.run.run_dir import RunDir, published_versions
 from skylite.run.status import read_status
 
 logger = logging.getLogger(__name__)
+Files = TypeVar("Files", bound=ModelFiles)
 
 
 def plan_resume(
@@ -71,6 +73,8 @@ def plan_resume(
     recorded = read_run_config(run.config_path)
     provenance = replace(provenance, file=run.config_path)
     config = change_config(recorded.config, provenance)
+    if provenance.is_typed("algorithm.teacher"):
+        config = with_own_teacher(config)
     source = source_for(config)
     everything, info, mixed = read_train(config)
     train = without(everything, recorded.resolved.identity.dropped_prompts)
@@ -133,6 +137,7 @@ def _fit_again(
             placement.dtype,
             placement.cpu_lora,
             gpus,
+            resolved.teacher,
         ),
     )
     log_notes(notes)
@@ -203,35 +208,41 @@ def reusable_rollouts(run: RunDir, step: int) -> int:
     return count
 
 
-def _with_model(recorded: RunConfig) -> RunConfig:
-    """The run with a model folder that exists: a hub model that left the cache is downloaded again."""
-    model, name = recorded.resolved.model, recorded.config.model.name
-    if model.revision is None or model.path.is_dir():
-        return recorded
-    model = model.model_copy(update={"path": resolve_model(name, model.revision).path})
-    return recorded.model_copy(update={"resolved": recorded.resolved.model_copy(update={"model": model})})
+def _same_files(model: Files, name: str, of_run: str) -> Files:
+    """The model with a folder that exists: a hub model that left the cache is downloaded again.
+
+    Raises ConfigError if it is another one. `of_run`: what the run did with it, in words.
+    """
+    if model.revision is not None and not model.path.is_dir():
+        model = model.model_copy(update={"path": resolve_model(name, model.revision).path})
+    if check_folder(model.path, "").fingerprint != model.fingerprint:
+        raise ConfigError(
+            f"The model in {model.path} is not the one that {of_run} "
+            "(its fingerprint differs: weights, config, tokenizer, chat template or generation_config).",
+            "Restore the original files, or start a new run.",
+        )
+    return model
 
 
 def _check_inputs(recorded: RunConfig, config: TrainConfig) -> RunConfig:
-    """Raise ConfigError unless data and model are the same as at the start of the run.
+    """Raise ConfigError unless data and models are the same as at the start of the run.
 
-    Returns the run with a model folder that exists.
+    Returns the run with model folders that exist.
     """
-    recorded = _with_model(recorded)
-    model, data_sha256 = recorded.resolved.model, recorded.resolved.identity.data_sha256
+    resolved, data_sha256 = recorded.resolved, recorded.resolved.identity.data_sha256
     if data_sha256 is not None and train_data_hash(config) != data_sha256:
         raise ConfigError(
             f"{Path(config.data.path) / 'train.parquet'} is not the file that the run was trained on, or "
             "one of data.mix is not (the sha256 differs).",
             "Point --data to the folder it was moved to, or prepare it again in the same way.",
         )
-    if check_folder(model.path, "").fingerprint != model.fingerprint:
-        raise ConfigError(
-            f"The model in {model.path} is not the one that the run was trained on "
-            "(its fingerprint differs: weights, config, tokenizer, chat template or generation_config).",
-            "Restore the original files, or start a new run.",
-        )
-    return recorded
+    update: dict[str, Any] = {
+        "model": _same_files(resolved.model, recorded.config.model.name, "the run was trained on")
+    }
+    if resolved.teacher is not None:
+        name = recorded.config.algorithm.own_teacher or ""
+        update["teacher"] = _same_files(resolved.teacher, name, "taught the run")
+    return recorded.model_copy(update={"resolved": resolved.model_copy(update=update)})
 
 
 def _require_work(run: RunDir, config: TrainConfig, done: int) -> None:

@@ -26,7 +26,12 @@ from skylite.engine.canary import DEFAULT_TOLERANCE, canary_sequences, verify_fo
 from skylite.engine.engine_pool import EnginePool
 from skylite.engine.launchers import load_launcher
 from skylite.engine.retrying_engine import RetryingEngine
-from skylite.engine.start_engines import engines_for_modules, start_engines
+from skylite.engine.start_engines import (
+    TeacherEngine,
+    engines_for_modules,
+    start_engines,
+    teacher_engine,
+)
 from skylite.engine.watchdog import RestartPolicy, Watchdog
 from skylite.environments.judge import judge_running
 from skylite.environments.offline_source import Offline
@@ -293,7 +298,12 @@ async def _run_in(
     progress.event("tokenizer_ready")
     judge = await stack.enter_async_context(judge_running(plan.config, tokenizer, plan.run.logs))
     teacher = await stack.enter_async_context(
-        teacher_running(plan.config.algorithm, tokenizer, is_new=not plan.resumed)
+        teacher_running(
+            plan.config.algorithm,
+            tokenizer,
+            is_new=not plan.resumed,
+            engine=await teacher_engine_of(start, stack),
+        )
     )
     running = source_for(plan.config).running(
         plan.scored, tokenizer, plan.resolved.model.path, plan.run.logs, supervisor, judge
@@ -316,6 +326,18 @@ async def _run_in(
     if await run_steps(session) < plan.config.num_steps:
         ask_trainer_to_end(plan.run)
     await wait_for_trainer_exit(plan, processes.trainer_exit(supervisor))
+
+
+async def teacher_engine_of(start: Start, stack: contextlib.AsyncExitStack) -> TeacherEngine | None:
+    """Start the engine of a teacher that is a whole model, and wait until it serves. None: there is none."""
+    plan = start.plan
+    if plan.resolved.teacher is None:
+        return None
+    launcher = load_launcher(plan.config, plan.resolved.trust.programs)
+    starting = teacher_engine(
+        launcher, plan.run_config, plan.run.logs, start.supervisor, start.progress.restarts
+    )
+    return await stack.enter_async_context(starting)
 
 
 def record_choices(plan: RunPlan, first: TrainerStep) -> None:

@@ -97,10 +97,16 @@ class VllmLauncher:
         check_torchvision()
 
     def check_model(
-        self, model_path: Path, device: str, rank: int, lora: LoraConfig | None = None, max_images: int = 0
+        self,
+        model_path: Path,
+        device: str,
+        rank: int | None,
+        lora: LoraConfig | None = None,
+        max_images: int = 0,
     ) -> str:
         """Raise ConfigError or ModelError if vLLM cannot serve such adapters. Returns a note, or ""."""
-        served_rank(rank)
+        if rank is not None:
+            served_rank(rank)
         version = vllm_version()
         if max_images and version is not None and not version.startswith(WITH_IMAGES):
             raise ModelError(
@@ -108,7 +114,8 @@ class VllmLauncher:
                 "them.",
                 f"Install vLLM {WITH_IMAGES}x, or prepare the data without images.",
             )
-        note, reason = check_lora(model_path, device, lora), widened_reason(model_path, device)
+        note = check_lora(model_path, device, lora, adapters=rank is not None)
+        reason = widened_reason(model_path, device)
         if reason and device == "cuda":
             widened = f"vLLM holds {model_path.name} widened, in 16 bits: {reason}"
             note = f"{note}; {widened}" if note else widened
@@ -184,6 +191,7 @@ class VllmLauncher:
         elif spec.device == "cpu":
             # A compiled model samples 4 to 9 % faster, but starts 87 s later, or 55 s with vLLM's cache.
             command.append("--enforce-eager")
+        command += ["--max-logprobs", str(spec.max_logprobs)] if spec.max_logprobs is not None else []
         command += template_flags(spec.template, spec.model_path) if spec.template is not None else []
         return command + (_run_flags(spec) if spec.fixed_adapter is None else _public_flags(spec))
 

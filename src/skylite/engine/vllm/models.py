@@ -52,19 +52,22 @@ class Served:
     """Kind of the recurrent layers: state spaces, convolutions or linear attention. "" without any."""
 
 
-def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) -> str:
+def check_lora(
+    model_path: Path, device: str, lora: LoraConfig | None = None, *, adapters: bool = True
+) -> str:
     """Raise ModelError if vLLM cannot serve LoRA on this model or, with `lora`, on its target modules.
 
-    Without a vLLM, as the tested version. Returns a note then, and if vLLM's version is not in the table.
+    Without `adapters`, only if it cannot serve the model. Without a vLLM, as the tested version. Returns a
+    note then, and if vLLM's version is not in the table.
     """
     table = parse_json(read_text(TABLE))
     version = vllm_version()
     if version is None:
-        note = _check_served(model_path, device, lora, table)
+        note = _check_served(model_path, device, lora, table, adapters)
         missing = f"no vLLM is installed; what it serves is that of vLLM {table['vllm']}, the tested release"
         return f"{missing}; {note}" if note else missing
     if version == table["vllm"]:
-        return _check_served(model_path, device, lora, table)
+        return _check_served(model_path, device, lora, table, adapters)
     if lora is not None:
         _check_head(model_path, lora)
     if lora is not None and (lora.rank_pattern or lora.alpha_pattern):
@@ -78,7 +81,9 @@ def check_lora(model_path: Path, device: str, lora: LoraConfig | None = None) ->
     )
 
 
-def _check_served(model_path: Path, device: str, lora: LoraConfig | None, table: dict[str, Any]) -> str:
+def _check_served(
+    model_path: Path, device: str, lora: LoraConfig | None, table: dict[str, Any], adapters: bool
+) -> str:
     """`check_lora` for the version of the table."""
     version = table["vllm"]
     config = parse_json(read_text(model_path / "config.json"))
@@ -87,15 +92,16 @@ def _check_served(model_path: Path, device: str, lora: LoraConfig | None, table:
     architecture = _resolve(config["architectures"], table)
     _check_experts(config, architecture, device, version, lora)
     note = _check_hybrid(model_path, architecture, version, device)
-    _check_wrapper(model_path, config, architecture, table)
+    if adapters:
+        _check_wrapper(model_path, config, architecture, table)
     if architecture in table["unknown"]:
         return note
     served = _served(table, architecture)
-    if served is None or not served.lora:
+    if served is None or (adapters and not served.lora):
         raise ModelError(
             f"{model_path.name} is a {architecture}, and vLLM {version} "
             + ("does not support it." if served is None else "serves it without LoRA only."),
-            "Choose a model that vLLM supports with LoRA (docs.vllm.ai, supported models).",
+            f"Choose a model that vLLM supports{' with LoRA' * adapters} (docs.vllm.ai, supported models).",
         )
     if lora is not None:
         _check_targets(model_path, lora, architecture, served, version)
