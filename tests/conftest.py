@@ -97,12 +97,14 @@ SLOW_UNITS = (
     "test_run_order",
     "test_sampling_ahead",
     "test_sandbox",
+    "test_server_check",
     "test_shared_base",
     "test_tokenizer",
     "test_trainer_verbs",
     "test_trajectories",
     "test_trusted_programs",
     "test_unforeseen_errors",
+    "test_url_engines",
     "test_working_folder",
 )
 """Files of tests/unit whose tests take over 13 s in sum: most start skylite, a sandbox or a reward worker."""

@@ -16,8 +16,9 @@ from typing import Any
 from skylite.config.engine import CpuLora
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
+from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.engine.connections import Connections
-from skylite.engine.interface import EngineMemory, EngineSpec, Sampling
+from skylite.engine.interface import EngineMemory, EngineSpec, Sampling, ServerFacts
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Call, EncodedPrompt
@@ -130,3 +131,8 @@ class FakeLauncher:
 
     def connect(self, spec: EngineSpec) -> FakeEngine:
         return FakeEngine(spec)
+
+    async def check_server(
+        self, spec: EngineSpec, lora: LoraConfig, probe: AdapterVersion, tokenizer: ChatTokenizer | None
+    ) -> ServerFacts:
+        return ServerFacts(base_name=spec.base_name, notes=[])

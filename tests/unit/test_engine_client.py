@@ -69,7 +69,7 @@ async def drops(writer: asyncio.StreamWriter, _: int) -> None:
         (drops, EngineFailed, "did not answer /v1/completions within 1 s"),
         (replies("oops", 500), EngineFailed, "with 500: oops"),
         (replies({"error": {"message": "EngineDead"}}, 503), EngineFailed, "with 503: EngineDead"),
-        (replies({"error": {"message": "no such model"}}, 404), RunFailed, "with 404: no such model"),
+        (replies({"error": {"message": "no such model"}}, 404), EngineFailed, "with 404: no such model"),
         (replies(b"\xff\xfe"), EngineFailed, "malformed reply"),
         (replies(b"ab", more="Content-Encoding: gzip\r\n"), EngineFailed, "no complete reply"),
         (replies(""), EngineFailed, "malformed reply"),

@@ -238,5 +238,5 @@ def test_set_changes_the_gpus_of_a_served_run() -> None:
         run=None,
         run_config=recorded,
     )
-    assert engine_config(served, NOTHING_TYPED) is recorded.config
-    assert engine_config(served, typed({"engine.tensor_parallel": 2})).engine.tensor_parallel == 2
+    assert engine_config(served, NOTHING_TYPED, "serve") is recorded.config
+    assert engine_config(served, typed({"engine.tensor_parallel": 2}), "serve").engine.tensor_parallel == 2

@@ -177,7 +177,7 @@ def require_model(http: httpx.Client, name: str, url: str) -> None:
 @contextmanager
 def started(flags: ChatFlags, served: ServedAdapter) -> Iterator[httpx.Client]:
     """A server with the adapter, on a Unix socket; it ends with the block."""
-    config = engine_config(served, flags.provenance)
+    config = engine_config(served, flags.provenance, "chat")
     named = replace(flags.provenance, file=served.adapter.path)
     launcher = allowed_launcher(config, named)
     model = resolve_model(flags.model or served.base_model).path

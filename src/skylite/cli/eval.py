@@ -33,7 +33,7 @@ from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate, read_template, run_template
 from skylite.engine.connections import open_files
 from skylite.engine.retrying_engine import RetryingEngine
-from skylite.engine.start_engines import run_on_engine, single_engine_spec
+from skylite.engine.start_engines import refuse_urls, run_on_engine, single_engine_spec
 from skylite.errors import ConfigError
 from skylite.evaluation.evaluate import EvalResult, write_results
 from skylite.evaluation.results import Report, Scored
@@ -145,6 +145,7 @@ def plan_eval(flags: EvalFlags) -> EvalPlan:
         if recorded is None
         else change_config(recorded.as_sampled(), flags.provenance)
     )
+    refuse_urls(config, "eval")
     subjects = [Subject(found.adapter) for found in adapters]
     if flags.base:
         subjects.insert(0, Subject(None))

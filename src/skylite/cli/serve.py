@@ -85,7 +85,7 @@ def serve(
             f"{served.adapter.path} has LoRA on the tower that reads images, and `skylite serve` reads none.",
             "Write the merged model with `skylite export --merge`, and serve it with vLLM.",
         )
-    config = engine_config(served, provenance)
+    config = engine_config(served, provenance, "serve")
     launcher = allowed_launcher(config, replace(provenance, file=served.adapter.path))
     model_path = resolve_model(model or served.base_model).path
     spec = single_engine_spec(launcher, config, served, model_path, Address(url))

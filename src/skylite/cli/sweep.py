@@ -129,6 +129,8 @@ def plan_together(
 
     `plan`: of a policy, with memory for so many of it. Raises ConfigError if `asked` does not fit.
     """
+    from skylite.engine.start_engines import refuse_urls
+
     plans: dict[str, RunPlan] = {}
     together = wanted = min(asked or most, most)
     why: DoesNotFit | None = None
@@ -136,6 +138,7 @@ def plan_together(
         logger.info(f"policy {waiting[0]}")
         try:
             plans[waiting[0]] = plan(waiting[0], together)
+            refuse_urls(plans[waiting[0]].config, "sweep")
         except DoesNotFit as error:
             if together == 1:
                 raise

@@ -20,7 +20,7 @@ from skylite.config.loading import load_config, read_run_config
 from skylite.config.provenance import Provenance
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
-from skylite.notes import Note
+from skylite.notes import Note, log_notes
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import run_log, show, show_printed
 
@@ -135,6 +135,7 @@ def plan_new(
 def _resume(flags: TrainFlags, run: RunDir, limit: TimeLimit | None) -> bool:
     """Resume an existing run. Returns whether it finished."""
     from skylite.rollout.disk_check import check_disk_space
+    from skylite.rollout.engine_check import check_engines
     from skylite.rollout.resume import plan_resume
     from skylite.run.own_folders import lock_run, require_own_folders
 
@@ -144,6 +145,7 @@ def _resume(flags: TrainFlags, run: RunDir, limit: TimeLimit | None) -> bool:
         if not flags.dry_run:  # before reading the run: a live one may write a newer checkpoint at any moment
             locks.enter_context(lock_run(run.root, run.adapters(recorded), recorded.config.lora))
         plan = plan_resume(run, flags.provenance, at=flags.at)
+        log_notes(check_engines(plan.run_config))
         if flags.dry_run:
             show_plan(plan, plan.config)
             return True

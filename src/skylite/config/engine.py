@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from skylite.config.base_section import Section
+from skylite.config.judge import is_server
 from skylite.user_functions import is_program
 
 CpuLora = Literal["merged", "dense"]
@@ -21,7 +22,19 @@ class EngineConfig(Section):
     """What starts the engines: vllm, or FILE.py:Name, a class of yours like Launcher in
     skylite/engine/interface.py."""
     num_engines: int = Field(1, ge=0)
-    """Number of engines. algorithm.name=sft and dpo start none, so it is 0 there."""
+    """Number of engines that skylite starts. algorithm.name=sft and dpo start none, nor does a run with
+    engine.urls, so it is 0 there."""
+    urls: list[str] = []
+    """Engines that you start yourself, such as http://127.0.0.1:8001: vLLM with LoRA and runtime updating,
+    which sees the run's adapters at the same path (docs/how-to/engines.md). Empty: skylite starts
+    num_engines."""
+    key_env: str = ""
+    """Environment variable with the token (API key) of the engines in urls. Empty: they ask for none."""
+    ca_file: str = ""
+    """File with certificates (PEM) that sign those of the engines in urls. Empty: the usual authorities."""
+    min_engines: int = Field(1, ge=1)
+    """Of the engines in urls, one that stops answering is left out until it is back. With fewer than this
+    many left the run ends, and can be resumed."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs of each server, which divides the model among them (GPU only). Must divide the attention heads."""
     gpus: list[Annotated[int, Field(ge=0)]] = []
@@ -50,6 +63,38 @@ class EngineConfig(Section):
     """How an engine computes LoRA on a CPU. dense: products beside the base. merged: dense, but weights
     with the adapter merged in for batches of one version; faster, needs float32 and memory for a copy of the
     weights. auto: merged if the copy fits and trainer.deterministic is false, else dense."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def start_none_beside_urls(cls, values: Any) -> Any:
+        return values | {"num_engines": 0} if isinstance(values, dict) and values.get("urls") else values
+
+    @model_validator(mode="after")
+    def check_urls(self) -> Self:
+        for url in self.urls:
+            if not is_server(url):
+                raise ValueError(
+                    f"engine.urls names {url}, which is not the address of a server; write it like "
+                    "http://127.0.0.1:8001 (a key belongs into the variable of engine.key_env)."
+                )
+        if twice := [url for url in self.urls if self.urls.count(url) > 1]:
+            raise ValueError(f"engine.urls names {twice[0]} twice; name each engine once.")
+        if self.urls and self.min_engines > len(self.urls):
+            raise ValueError(
+                f"engine.min_engines={self.min_engines} is more than the {len(self.urls)} of engine.urls."
+            )
+        for name in ("key_env", "ca_file"):
+            if not self.urls and getattr(self, name):
+                raise ValueError(
+                    f"engine.{name}={getattr(self, name)} is for the engines of engine.urls, which is empty; "
+                    "leave it out."
+                )
+        return self
+
+    @property
+    def count(self) -> int:
+        """How many engines sample: those that skylite starts, or those of `urls`."""
+        return self.num_engines or len(self.urls)
 
     @field_validator("launcher")
     @classmethod

@@ -302,7 +302,12 @@ class TrainConfig(Section):
                 f"algorithm.name={self.algorithm.name} learns from prepared rows and samples nothing, so it "
                 f"has no environment; drop env.episode={self.env.episode}, or choose another algorithm."
             )
-        if not is_offline and self.engine.num_engines < 1:
+        if is_offline and self.engine.urls:
+            raise ValueError(
+                f"algorithm.name={self.algorithm.name} samples nothing, so it has no engines; leave out "
+                "engine.urls."
+            )
+        if not is_offline and self.engine.count < 1:
             raise ValueError(
                 f"engine.num_engines=0 leaves algorithm.name={self.algorithm.name} nothing to sample from; "
                 "use 1 or more."
@@ -378,10 +383,17 @@ class TrainConfig(Section):
         """Where the groups come from."""
         return source_of(self)
 
+    def on_own_engine(self) -> Self:
+        """The settings for a command that starts an engine itself, where the run had those of engine.urls."""
+        if not self.engine.urls:
+            return self
+        none = {"urls": [], "key_env": "", "ca_file": "", "min_engines": 1}
+        return self.model_copy(update={"engine": self.engine.model_copy(update={"num_engines": 1, **none})})
+
     def as_sampled(self) -> Self:
         """The settings to sample from an adapter, whatever it learned from."""
-        if self.engine.num_engines:
-            return self
+        if self.engine.count:
+            return self.on_own_engine()
         algorithm = self.algorithm.model_copy(update={"name": "grpo"})
         engine = self.engine.model_copy(update={"num_engines": 1})
         return self.model_copy(update={"algorithm": algorithm, "engine": engine})

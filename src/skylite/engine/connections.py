@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import select
+import ssl
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ import httpx
 
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError, EngineFailed
+from skylite.notes import Note, warning
 
 UNIX = "unix:"
 KEY_VARIABLE = "SKYLITE_API_KEY"
@@ -28,6 +31,7 @@ STATUS_CONNECTIONS = 4
 """For health, metrics and adapters, which must not wait behind prompts."""
 STATUS_TIMEOUT_S = 5.0
 """For requests that a server answers without its engine."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 OTHER_FILES = 256
 """Logs, pipes, libraries and sockets of a process besides its connections; generous."""
 
@@ -38,13 +42,15 @@ class Address:
 
     url: str
     token: str | None = field(default=None, repr=False)
+    ca_file: str = ""
+    """Certificates that sign the server's, in PEM. Empty: the usual authorities."""
 
     @classmethod
     def of_socket(cls, path: Path) -> Address:
         return cls(f"{UNIX}{path}")
 
     @classmethod
-    def parse(cls, url: str, token: str | None = None) -> Address:
+    def parse(cls, url: str, token: str | None = None, ca_file: str = "") -> Address:
         """An address that a user typed, with or without /v1. Raises ConfigError."""
         try:
             parsed = httpx.URL(url.rstrip("/").removesuffix("/v1"))
@@ -52,7 +58,7 @@ class Address:
             parsed = httpx.URL("")
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"{url} is not the URL of a server.", "Write it like http://127.0.0.1:8000.")
-        return cls(str(parsed), token)
+        return cls(str(parsed), token, ca_file)
 
     @property
     def socket(self) -> Path | None:
@@ -65,6 +71,18 @@ class Address:
         return "http://engine" if self.socket is not None else self.url
 
     @property
+    def verify(self) -> ssl.SSLContext | bool:
+        """How an HTTP client verifies the server. Raises ConfigError for a useless `ca_file`."""
+        if not self.ca_file:
+            return True
+        try:
+            return ssl.create_default_context(cafile=self.ca_file)
+        except OSError as error:  # SSLError too
+            raise ConfigError(
+                f"engine.ca_file={self.ca_file} holds no certificates: {error}.", "Name a PEM file."
+            ) from None
+
+    @property
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
 
@@ -72,6 +90,7 @@ class Address:
         """A blocking client, for one person at a terminal. `proxies`: use those of the environment."""
         return httpx.Client(
             transport=None if self.socket is None else httpx.HTTPTransport(uds=str(self.socket)),
+            verify=self.verify,
             base_url=self.base_url,
             headers=self.headers,
             timeout=timeout_s,
@@ -79,10 +98,35 @@ class Address:
         )
 
 
+def api_key(setting: str, variable: str, name: str) -> str | None:
+    """The key in the variable that a setting names; None if it names none. Raises ConfigError.
+
+    `name`: what the server is called, such as `judge j at http://...`.
+    """
+    if not variable:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ConfigError(
+            f"{setting}={variable} names a variable that is not set, so the {name} would get no key.",
+            f"Export {variable}, or leave the setting out for a {name.split()[0]} without keys.",
+        )
+    return key
+
+
+def readable_by_others(setting: str, url: str, key_env: str) -> Note | None:
+    """A warning if what goes to a server can be read on its way. `key_env`: the variable with its key."""
+    parts = httpx.URL(url)
+    if parts.scheme != "http" or parts.host in LOOPBACK:
+        return None
+    texts = "texts and the key" if key_env else "texts"
+    return warning(f"{setting}={url} has no TLS: {texts} are readable on the way")
+
+
 def open_files(config: TrainConfig) -> int:
     """Files that the parent, and each engine, may have open at once."""
     engine = config.engine
-    return OTHER_FILES + engine.num_engines * (engine.max_num_seqs + STATUS_CONNECTIONS)
+    return OTHER_FILES + engine.count * (engine.max_num_seqs + STATUS_CONNECTIONS)
 
 
 class Connections:
@@ -102,6 +146,8 @@ class Connections:
     async def send_prompt(self, path: str, body: dict[str, Any], timeout_s: float) -> httpx.Response:
         """POST work for the engine, when a connection is free. Raises EngineFailed."""
         async with _deadline(self.name, path, timeout_s), self._slots:
+            if self._prompts.is_closed:  # while this one waited
+                raise EngineFailed(f"The connections to {self.name} are closed.")
             return await self._prompts.post(path, json=body)
 
     async def send(
@@ -122,14 +168,14 @@ async def _deadline(name: str, path: str, timeout_s: float) -> AsyncIterator[Non
         raise EngineFailed(f"{name} did not answer {path} within {timeout_s:g} s.") from None
     except (httpx.TransportError, httpx.DecodingError) as error:
         raise EngineFailed(
-            f"{name} sent no complete reply to {path}: {type(error).__name__} {error}".rstrip() + "."
+            f"{name} sent no complete reply to {path}: {type(error).__name__} {error}".rstrip(" .") + "."
         ) from None
 
 
 def _connect(address: Address, count: int) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=count, max_keepalive_connections=count)
     transport = (
-        httpx.AsyncHTTPTransport(limits=limits)
+        httpx.AsyncHTTPTransport(verify=address.verify, limits=limits)
         if address.socket is None
         else _UnixSocketTransport(str(address.socket), limits)
     )

@@ -30,6 +30,15 @@ class SyncReport:
     canary: CanaryReading
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Which engines do not serve now, by name. Only those of engine.urls ever do not."""
+
+    reasons: dict[str, str] = field(default_factory=dict)
+    since_canary: set[str] = field(default_factory=set)
+    """Those that were left out at some time since the last canary, too: another server may answer there."""
+
+
 @dataclass(slots=True)
 class EnginePool:
     """The engines and the adapter versions that all of them serve."""
@@ -39,6 +48,8 @@ class EnginePool:
     """Of the canary; None: the rule of canary_limits_bf16.py."""
     loaded: list[AdapterVersion] = field(default_factory=list)
     """Oldest first. The last but one stays loaded while requests use it."""
+    left_out: LeftOut = field(default_factory=LeftOut)
+    """Others do the work of these, and they load what is loaded when they are back."""
     _answers: defaultdict[str, EarlierAnswers] = field(default_factory=lambda: defaultdict(EarlierAnswers))
     """To canaries, by engine."""
 
@@ -59,10 +70,13 @@ class EnginePool:
         """
         try:
             canary = (await asyncio.to_thread(read_manifest, adapter.path)).canary
-            if not self.engines:
+            while self.left_out.since_canary:
+                self._answers.pop(self.left_out.since_canary.pop(), None)
+            serving = [e for e in self.engines if e.name not in self.left_out.reasons]
+            if not serving:
                 return NOT_READ
             readings = await asyncio.gather(
-                *(verify(e, adapter, canary, self.tolerance, self._answers[e.name]) for e in self.engines)
+                *(verify(e, adapter, canary, self.tolerance, self._answers[e.name]) for e in serving)
             )
         except (SyncFailed, ModelError):
             self.loaded.remove(adapter)

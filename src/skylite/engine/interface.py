@@ -14,8 +14,9 @@ from typing import Literal, Protocol
 from skylite.config.engine import CpuLora
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
-from skylite.data.chat_tokenizer import ChatTemplate
+from skylite.data.chat_tokenizer import ChatTemplate, ChatTokenizer
 from skylite.engine.connections import Address
+from skylite.notes import Note
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Call, EncodedPrompt
 
@@ -103,6 +104,17 @@ class EngineSpec:
     """Most tokens in one place whose logprobs are asked for. None: as the engine has it."""
     tower_lora: bool = False
     """Whether its adapters also change modules that read images."""
+    base_name: str = BASE_NAME
+    """What the server calls the model without an adapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What was found out about a running server that skylite did not start."""
+
+    base_name: str
+    """See `EngineSpec`."""
+    notes: Sequence[Note]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,3 +248,15 @@ class Launcher(Protocol):
 
     def connect(self, spec: EngineSpec) -> Engine:
         """A client of the server, which may not serve yet."""
+
+    async def check_server(
+        self, spec: EngineSpec, lora: LoraConfig, probe: AdapterVersion, tokenizer: ChatTokenizer | None
+    ) -> ServerFacts:
+        """Ask the server at `spec.address`, which skylite did not start, whether it can serve the run.
+
+        Args:
+            probe: an adapter like those of the run, in their folder. The server holds it until the end.
+            tokenizer: the run's, if the server's is to be compared.
+
+        Raises SkyliteError with what is missing.
+        """

@@ -22,10 +22,20 @@ BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 class RetryingEngine:
     """An engine across its restarts, with its adapters. Requests wait between `pause` and `resume`."""
 
-    def __init__(self, client: Engine, backoff_s: Sequence[float] = BACKOFF_S) -> None:
+    def __init__(
+        self,
+        client: Engine,
+        backoff_s: Sequence[float] = BACKOFF_S,
+        on_failure: Callable[[EngineFailed], None] | None = None,
+    ) -> None:
+        """`on_failure`: gets the error of a request's last attempt, and must lead to `resume` with another
+        client or to the run's end: the request waits for it. None: the error is raised."""
         self.name = client.name
+        self._on_failure = on_failure
         self.adapters: dict[str, AdapterVersion] = {}
         """Loaded adapters by name. A restarted server must load them again."""
+        self.asked_for: str | None = None
+        """The adapter that it was last asked to load, which a cancelled request may have loaded."""
         self._client = client
         self._backoff_s = backoff_s
         self._up = asyncio.Event()
@@ -96,6 +106,7 @@ class RetryingEngine:
     async def load_adapter(self, adapter: AdapterVersion) -> None:
         """Load a version under its own name. Raises SyncFailed if the engine refuses it."""
         attempts = 0
+        self.asked_for = adapter.name
 
         async def load(client: Engine) -> None:
             nonlocal attempts
@@ -153,10 +164,14 @@ class RetryingEngine:
             try:
                 with self.asked():
                     return await request(client)
-            except EngineFailed:
+            except EngineFailed as error:
                 counts = self._up.is_set() and client is self._client
                 if counts and not waits:
-                    raise
+                    if self._on_failure is None:
+                        raise
+                    self.pause()
+                    self._on_failure(error)
+                    counts, waits = False, list(self._backoff_s)
             if counts:
                 await asyncio.sleep(waits.pop(0))
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from skylite.adapters.folder import ServedAdapter
 from skylite.config.loading import change_config
@@ -21,6 +21,7 @@ from skylite.engine.model_limits import check_context
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.tensor_parallel import SETTING, check_count, check_divisible, check_shared_memory
 from skylite.engine.watchdog import RestartPolicy, Watchdog
+from skylite.errors import ConfigError
 from skylite.processes.child import Supervisor
 from skylite.processes.gpus import describe, visible_gpus
 from skylite.processes.hardware import choose_device, choose_dtype, cpu_cores
@@ -84,13 +85,23 @@ async def engines_for_modules(
         yield engines
 
 
+class Keeper(Protocol):
+    """Keeps one engine in the run: a Watchdog, or for engine.urls a UrlWatchdog."""
+
+    async def wait_ready(self) -> RetryingEngine:
+        """The engine, once it serves."""
+
+    async def keep_alive(self, engine: RetryingEngine) -> NoReturn:
+        """Raises RunFailed once the run must end."""
+
+
 @asynccontextmanager
 async def engines_kept_alive(
-    watchdogs: Sequence[Watchdog], supervisor: Supervisor
+    watchdogs: Sequence[Keeper], supervisor: Supervisor
 ) -> AsyncIterator[list[RetryingEngine]]:
-    """Yield the engines once all serve, and restart any that fails.
+    """Yield the engines once all serve, and keep them so.
 
-    The supervisor receives the error of an engine that may not restart again.
+    The supervisor receives the error of an engine that fails for good.
     """
     engines = await asyncio.gather(*(watchdog.wait_ready() for watchdog in watchdogs))
     tasks = [
@@ -271,10 +282,22 @@ def _gpus(count: int, model_path: Path) -> tuple[int, ...]:
     return tuple(gpu.index for gpu in visible[:count])
 
 
-def engine_config(adapter: ServedAdapter, provenance: Provenance) -> TrainConfig:
+def refuse_urls(config: TrainConfig, command: str) -> None:
+    """Raise ConfigError if engine.urls is set: the command starts its engines itself."""
+    if config.engine.urls:
+        raise ConfigError(
+            f"engine.urls={config.engine.urls} is for `skylite train`; `skylite {command}` starts its own "
+            "engine.",
+            "Leave it out.",
+        )
+
+
+def engine_config(adapter: ServedAdapter, provenance: Provenance, command: str) -> TrainConfig:
     """The settings of the adapter's run, or the defaults, with what the user typed. Raises ConfigError."""
-    config = adapter.run_config.config if adapter.run_config is not None else TrainConfig()
-    return change_config(config, provenance) if provenance.typed else config
+    config = adapter.run_config.config.on_own_engine() if adapter.run_config is not None else TrainConfig()
+    config = change_config(config, provenance) if provenance.typed else config
+    refuse_urls(config, command)
+    return config
 
 
 async def run_on_engine(

@@ -236,6 +236,8 @@ async def wait_for_hang(engine: RetryingEngine, stall_timeout_s: float) -> Engin
         except EngineFailed as error:
             failure = error
             continue
+        if now < progress:
+            return EngineFailed(f"{engine.name} was restarted: it counts fewer tokens than before.")
         if now != progress or engine.in_flight == 0:
             progress, since = now, clock()
     return failure or EngineFailed(

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 from skylite.config.judge import JudgeConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
-from skylite.engine.connections import Address
+from skylite.engine.connections import Address, api_key
 from skylite.engine.interface import BASE_NAME, Sampling
-from skylite.environments.patient_client import Patience, PatientClient, api_key
+from skylite.environments.patient_client import Patience, PatientClient
 from skylite.environments.source import Sampler
 from skylite.errors import RunFailed
 from skylite.types import Message, Prompt

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 import httpx
 
 from skylite.engine.connections import Address, Connections
-from skylite.errors import ConfigError, EngineFailed, RunFailed
+from skylite.errors import EngineFailed, RunFailed
 from skylite.untrusted_text import plain
 
 T = TypeVar("T")
@@ -142,19 +141,3 @@ def _retry_after(value: str) -> float:
         )
     except (ValueError, TypeError, OverflowError):
         return 0.0
-
-
-def api_key(setting: str, variable: str, name: str) -> str | None:
-    """The key in the variable that a setting names; None if it names none. Raises ConfigError.
-
-    `name`: what the server is called, such as `judge j at http://...`.
-    """
-    if not variable:
-        return None
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ConfigError(
-            f"{setting}={variable} names a variable that is not set, so the {name} would get no key.",
-            f"Export {variable}, or leave the setting out for a {name.split()[0]} without keys.",
-        )
-    return key

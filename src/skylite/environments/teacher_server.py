@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 from skylite.config.algorithm import AlgorithmConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
-from skylite.engine.connections import Address
+from skylite.engine.connections import Address, api_key
 from skylite.engine.interface import BASE_NAME
 from skylite.engine.same_tokenizer import tokenizer_difference
 from skylite.engine.start_engines import TeacherEngine
-from skylite.environments.patient_client import Patience, PatientClient, api_key
+from skylite.environments.patient_client import Patience, PatientClient
 from skylite.environments.source import gather_or_cancel
 from skylite.errors import ConfigError, RunFailed
 from skylite.progress_reporting import long_work

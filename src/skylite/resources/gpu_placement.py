@@ -227,6 +227,11 @@ def users_text(use: GpuUse) -> str:
 def idle_note(config: TrainConfig, idle: Sequence[Gpu], num_gpus: int) -> Note:
     """Names the GPUs without work, and settings that give each GPU some: half train, half sample."""
     size = config.engine.tensor_parallel
+    if not config.engine.num_engines:
+        return warning(
+            f"GPU {_numbers(idle)} of {num_gpus} stay idle. This uses all: trainer.num_ranks={num_gpus}. "
+            f"{VISIBLE} hides those that you do not want to use"
+        )
     engines = max(1, num_gpus // 2 // size)
     return warning(
         f"GPU {_numbers(idle)} of {num_gpus} stay idle. This uses all: "

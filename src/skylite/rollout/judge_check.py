@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 from skylite.config.judge import BASE, JudgeConfig
 from skylite.config.train import TrainConfig
+from skylite.engine.connections import readable_by_others
 from skylite.environments.judge import no_points, rubric_of
 from skylite.environments.judge_servers import HttpJudge
 from skylite.errors import ConfigError, DataError, RunFailed
-from skylite.notes import Note, notes_of, warning
+from skylite.notes import Note, notes_of
 from skylite.rewards.judge_question import Question, question_about
 from skylite.types import Prompt
 
 PATIENCE_S = 30.0
 """At most, before a run: a person waits."""
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def check_judge(config: TrainConfig, train: Sequence[Prompt]) -> list[Note]:
@@ -51,15 +50,6 @@ def check_judge(config: TrainConfig, train: Sequence[Prompt]) -> list[Note]:
     answered = f"the judge {settings.name} answered: {points:.2g} of 1 for a reply to {train[0].id}"
     unsafe = readable_by_others("reward.judge.url", settings.url, settings.api_key_env)
     return notes_of(f"{answered}, {tokens} tokens", unsafe)
-
-
-def readable_by_others(setting: str, url: str, key_env: str) -> Note | None:
-    """A warning if what goes to a server can be read on its way. `key_env`: the variable with its key."""
-    parts = urlsplit(url)
-    if parts.scheme != "http" or parts.hostname in LOOPBACK:
-        return None
-    texts = "texts and the key" if key_env else "texts"
-    return warning(f"{setting}={url} has no TLS: {texts} are readable on the way")
 
 
 async def _ask(settings: JudgeConfig, question: Question) -> tuple[float, int]:

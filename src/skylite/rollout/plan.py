@@ -66,6 +66,7 @@ from skylite.processes.own_network import check_network
 from skylite.processes.streams import raise_file_limit
 from skylite.resources.gpu_memory_plan import Setup, fit_memory
 from skylite.resources.gpu_placement import place
+from skylite.rollout.engine_check import check_engines
 from skylite.rollout.judge_check import check_judge
 from skylite.rollout.prompt_check import check_teacher_prompts, without
 from skylite.rollout.reward_check import without_reward
@@ -73,6 +74,7 @@ from skylite.rollout.sources import ScoredData, Source, source_for
 from skylite.rollout.teacher_check import check_teacher, with_own_teacher
 from skylite.rollout.trusted_programs import (
     allow_algorithm,
+    allow_engines,
     allow_judge,
     allow_launcher,
     allow_teacher,
@@ -120,7 +122,11 @@ class RunPlan:
     @property
     def run_config(self) -> RunConfig:
         """What config.json holds."""
-        return RunConfig(skylite_version=skylite.__version__, config=self.config, resolved=self.resolved)
+        return run_config_of(self.config, self.resolved)
+
+
+def run_config_of(config: TrainConfig, resolved: Resolved) -> RunConfig:
+    return RunConfig(skylite_version=skylite.__version__, config=config, resolved=resolved)
 
 
 def plan_run(
@@ -174,7 +180,9 @@ def plan_run(
         identity=_new_identity(config, run, dropped),
         notes=notes,
     )
-    log_notes(resolved.notes)
+    notes += check_engines(run_config_of(config, resolved))
+    log_notes(notes)
+    resolved = resolved.model_copy(update={"notes": notes})
     return RunPlan(
         run=run,
         config=config,
@@ -232,6 +240,7 @@ def plan_rewards(
     notes = [*notes_of(*scored.notes, note), *source.check_rewards(scored, info, train)]
     allow_judge(scored.config, provenance)
     allow_teacher(scored.config, provenance)
+    allow_engines(scored.config, provenance)
     notes += check_judge(scored.config, train)
     programs = scored.programs | allow_algorithm(scored.config, provenance)
     programs |= allow_launcher(scored.config, provenance)
@@ -270,7 +279,7 @@ def choose_placement(
     Raises SkyliteError.
     """
     device = choose_device()
-    bf16_reason = launcher.bf16_reason(model.path, device) if config.engine.num_engines else ""
+    bf16_reason = launcher.bf16_reason(model.path, device) if config.engine.count else ""
     dtype, dtype_note = choose_dtype(config.model.dtype, device, bf16_reason=bf16_reason)
     gpus = place(config, device)
     model_notes = check_model(config, model, launcher, device, max_images)

@@ -44,6 +44,7 @@ from skylite.rollout.teacher_check import with_own_teacher
 from skylite.rollout.trusted_programs import (
     accept_same_rewards,
     allow_algorithm,
+    allow_engines,
     allow_judge,
     allow_launcher,
     allow_teacher,
@@ -96,6 +97,7 @@ def plan_resume(
     programs |= allow_launcher(config, provenance)
     allow_judge(config, provenance)
     allow_teacher(config, provenance)
+    allow_engines(config, provenance)
     recorded = _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)
@@ -292,6 +294,7 @@ SAFE_CHANGES = (
     "reward.judge.patience_s", "reward.judge.retries", "reward.judge.on_unparsed",
     "algorithm.teacher_key_env",
     "trainer.step_timeout_s", "trainer.max_restarts",
+    "engine.key_env", "engine.ca_file", "engine.min_engines",
     "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
     "data.path", "trainer.offload", "algorithm.max_feedback_tokens",
 )  # fmt: skip
@@ -308,6 +311,7 @@ ROUNDING_CHANGES = (
     "trainer.deterministic",
     "engine.launcher",
     "engine.num_engines",
+    "engine.urls",
     "engine.policies",
     "engine.max_num_seqs",
     "engine.kv_cache_gib",

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,15 +24,17 @@ from skylite.adapters.manifest import CanaryImage, read_manifest
 from skylite.adapters.target_modules import last_names, predict_modules
 from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, prompt_size, run_template
 from skylite.engine.canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder, with_picture
-from skylite.engine.engine_pool import EnginePool
+from skylite.engine.engine_pool import EnginePool, LeftOut
 from skylite.engine.launchers import load_launcher
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.start_engines import (
     TeacherEngine,
     engines_for_modules,
+    engines_kept_alive,
     start_engines,
     teacher_engine,
 )
+from skylite.engine.url_engines import UrlEngines, UrlWatchdog, url_specs
 from skylite.engine.watchdog import RestartPolicy, Watchdog
 from skylite.environments.judge import judge_running
 from skylite.environments.offline_source import Offline
@@ -85,6 +88,8 @@ class Start:
     resume: bool
     supervisor: Supervisor
     progress: Progress
+    left_out: LeftOut = field(default_factory=LeftOut)
+    """Engines of engine.urls."""
 
     @property
     def tolerance(self) -> float | None:
@@ -116,9 +121,8 @@ class Processes(Protocol):
 class OwnProcesses:
     """Engines and trainer of this run alone."""
 
-    owner = ""
-
     def __init__(self) -> None:
+        self.owner = ""
         self._watchdogs: list[Watchdog] = []
         self._modules: list[str] = []
 
@@ -157,6 +161,30 @@ class OwnProcesses:
         """The supervisor ends them."""
 
 
+class UrlProcesses(OwnProcesses):
+    """A trainer of this run alone, beside the engines of engine.urls."""
+
+    async def start(self, start: Start, stack: contextlib.AsyncExitStack) -> None:
+        # These engines outlive the run, and each start may publish its versions again, with other bits.
+        self.owner = secrets.token_hex(4)
+        start.supervisor.start(_trainer_spec(start.plan, start.resume))
+
+    async def engines(self, start: Start, stack: contextlib.AsyncExitStack) -> Sequence[RetryingEngine]:
+        plan = start.plan
+        every = UrlEngines(
+            launcher=load_launcher(plan.config, plan.resolved.trust.programs),
+            run_config=plan.run_config,
+            verify=partial(verify_folder, tolerance=start.tolerance),
+            left_out=start.left_out,
+            on_change=start.progress.engine_changed,
+        )
+        specs = url_specs(plan.run_config, published_modules(plan))
+        watchdogs = [UrlWatchdog(spec, index, every) for index, spec in enumerate(specs)]
+        engines = await stack.enter_async_context(engines_kept_alive(watchdogs, start.supervisor))
+        stack.push_async_callback(every.unload_all)
+        return engines
+
+
 async def run_session(
     plan: RunPlan,
     *,
@@ -178,7 +206,7 @@ async def run_session(
     """
     adapters = plan.resolved.identity.lora_sync_path
     stop = stop or handle_signals(limit.stop if limit is not None else asyncio.Event())
-    processes = processes or OwnProcesses()
+    processes = processes or (UrlProcesses() if plan.config.engine.urls else OwnProcesses())
     async with contextlib.AsyncExitStack() as stack:
         screen = stack.enter_context(screen or Screen(plan.config.num_steps))
         await stack.enter_async_context(loggers_running(plan, stop))
@@ -288,7 +316,7 @@ async def _run_in(
     progress.event("run_started")
     progress.phase(
         "starting",
-        f"{plan.config.engine.num_engines} engine(s); trainer: {plan.config.trainer.num_ranks} rank(s)",
+        f"{plan.config.engine.count} engine(s); trainer: {plan.config.trainer.num_ranks} rank(s)",
     )
     plan.run.canary_path.unlink(missing_ok=True)  # the trainer waits for the new one
     plan.run.held_out_path.unlink(missing_ok=True)
@@ -314,7 +342,7 @@ async def _run_in(
     progress.event("engines_ready")
     session = Session(
         plan=plan,
-        engines=EnginePool(engines, start.tolerance),
+        engines=EnginePool(engines, start.tolerance, left_out=start.left_out),
         source=source,
         judge=judge,
         teacher=teacher,

@@ -70,12 +70,15 @@ Event = Literal[
     "adapter_loaded",
     "adapter_verified",
     "adapter_unloaded",
+    "engine_left_out",
+    "engine_taken_back",
 ]
 """Extra fields of the events:
 
 - sampling_* and rollouts_written: "step", and "version" of the adapter that is sampled from
 - trainer_step_seen (the parent has read the trainer's result of a step): "step"
 - adapter_*: "version"
+- engine_* (of engine.urls): "engine", its number
 """
 
 
@@ -146,6 +149,10 @@ class Progress:
         """Append an event with its time to events.jsonl."""
         append_event(self.run.events_path, event, **facts)
         logger.debug(" ".join([event, *(f"{name}={value}" for name, value in facts.items())]))
+
+    def engine_changed(self, index: int, is_back: bool) -> None:
+        """Append that an engine of engine.urls was left out, or is back."""
+        self.event("engine_taken_back" if is_back else "engine_left_out", engine=index)
 
 
 def prompt_history(plan: RunPlan) -> PromptHistory | None:

@@ -17,6 +17,7 @@ from skylite.config.provenance import Provenance, Typed
 from skylite.config.resolved import TeacherModel
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer
+from skylite.engine.connections import readable_by_others
 from skylite.engine.interface import Launcher
 from skylite.engine.model_limits import context_length
 from skylite.engine.same_tokenizer import TEXTS, tokenizer_difference
@@ -25,7 +26,7 @@ from skylite.errors import ConfigError, DataError, RunFailed
 from skylite.hub.resolve import SMOLLM2, is_hub_id, resolve_model
 from skylite.notes import Note, notes_of
 from skylite.processes.hardware import choose_device, choose_dtype
-from skylite.rollout.judge_check import PATIENCE_S, readable_by_others
+from skylite.rollout.judge_check import PATIENCE_S
 from skylite.rollout.prompt_check import longest_teacher_sequence
 from skylite.types import Prompt
 
@@ -72,6 +73,12 @@ def check_own_teacher(
     name, device = config.algorithm.own_teacher, choose_device()
     if name is None:
         return None, []
+    if config.engine.urls:
+        raise ConfigError(
+            f"The teacher {name} is a whole model, for which this run would start an engine, and engine.urls "
+            "names engines that others start.",
+            "Serve the teacher, too, and give its URL as algorithm.teacher.",
+        )
     _require_texts(train)
     model = resolve_model(name)
     served_note = launcher.check_model(model.path, device, None)

@@ -160,6 +160,14 @@ def allow_teacher(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) -
         _allow_server("teacher", {"algorithm.teacher": algorithm.teacher_url, **key}, provenance)
 
 
+def allow_engines(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) -> None:
+    """The same for the engines of engine.urls."""
+    engine = config.engine
+    if engine.urls:
+        key = {"engine.key_env": engine.key_env}
+        _allow_server("engines", {"engine.urls": json.dumps(engine.urls), **key}, provenance)
+
+
 def _allow_server(kind: str, settings: Mapping[str, str], provenance: Provenance) -> None:
     """`settings`: the one with the URL, and the one with the name of the key's variable, or ""."""
     url, key_env = settings.values()

@@ -17,6 +17,7 @@ from skylite.data.chat_tokenizer import load_tokenizer
 from skylite.engine.canary import canary_sequences
 from skylite.engine.launchers import load_launcher
 from skylite.engine.model_sizes import model_sizes
+from skylite.engine.start_engines import refuse_urls
 from skylite.errors import ConfigError, convert_os_errors
 from skylite.hub.resolve import ResolvedModel
 from skylite.notes import log_notes, notes_of
@@ -101,6 +102,7 @@ def plan_base(config: TrainConfig, folder: Path, provenance: Provenance) -> Base
     run, device = RunDir(folder.resolve()), choose_device()
     if run.config_path.exists() and not (run.root / MARK).exists():
         raise ConfigError(f"{folder} holds something else than a service.", "Choose another folder.")
+    refuse_urls(config, "service")
     programs = allow_launcher(config, provenance)
     launcher = load_launcher(config, programs)
     config, device_notes = device_defaults(config, device)

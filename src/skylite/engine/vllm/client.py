@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from skylite.data.images import data_uri
 from skylite.engine.connections import MAX_CONNECTIONS, Address, Connections
-from skylite.engine.interface import Sampling
+from skylite.engine.interface import BASE_NAME, Sampling
 from skylite.engine.vllm.plugin.batched_outputs import MARK
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
@@ -123,8 +123,11 @@ class VllmClient:
         address: Address,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         max_connections: int = MAX_CONNECTIONS,
+        base_name: str = BASE_NAME,
     ) -> None:
+        """`base_name`: what the server calls the model without an adapter."""
         self.name = name
+        self._base_name = base_name
         self._request_timeout_s = request_timeout_s
         self._connections = Connections(name, address, max_connections)
 
@@ -191,6 +194,7 @@ class VllmClient:
             "seed": sampling.seed,
             "logprobs": 0,
         }
+        model = self._served_name(model)
         request = {"model": model, "return_token_ids": True}
         if prompt.images:
             request |= _of_images(prompt) | {"sampling_params": parameters}
@@ -216,7 +220,7 @@ class VllmClient:
         token_ids = prompt.token_ids
         if prompt.images:
             parameters = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-            request = {"model": model, "sampling_params": parameters} | _of_images(prompt)
+            request = {"model": self._served_name(model), "sampling_params": parameters} | _of_images(prompt)
             rows = (await self._complete(request, _Scored, GENERATE)).prompt_logprobs
         else:
             rows = await self._prompt_logprobs(model, token_ids, 0)
@@ -254,7 +258,7 @@ class VllmClient:
         self, model: str, token_ids: Sequence[int], count: int
     ) -> list[dict[str, _Token] | None]:
         request = {
-            "model": model,
+            "model": self._served_name(model),
             "prompt": list(token_ids),
             "max_tokens": 1,
             "temperature": 0.0,
@@ -268,20 +272,21 @@ class VllmClient:
         Versions never share a name: vLLM's in-place load would re-read the disk every step and keep stale
         blocks in the prefix cache.
         """
-        # PEFT's form of experts: one pair of matrices for all. Says nothing about adapters without any.
-        body = {"lora_name": adapter.name, "lora_path": str(adapter.path), "is_3d_lora_weight": True}
-        reply = await self._adapters("load", body)
+        reply = await self._adapters("load", load_request(adapter))
         if reply.status_code != httpx.codes.OK:
             # vLLM returns 500 for both an unusable adapter and a dead engine.
             kind = SyncFailed if await self.is_ready() else EngineFailed
-            raise kind(f"{self.name} refused adapter {adapter.name}: {_reason(reply)}")
+            raise kind(f"{self.name} refused adapter {adapter.name}: {reason(reply)}")
 
     async def unload_adapter(self, name: str) -> None:
         """Unload a version that no request uses. No error if it is not loaded."""
         reply = await self._adapters("unload", {"lora_name": name})
         if reply.status_code not in (httpx.codes.OK, httpx.codes.NOT_FOUND):
             kind = EngineFailed if reply.is_server_error else SyncFailed
-            raise kind(f"{self.name} could not unload adapter {name}: {_reason(reply)}")
+            raise kind(f"{self.name} could not unload adapter {name}: {reason(reply)}")
+
+    def _served_name(self, model: str) -> str:
+        return self._base_name if model == BASE_NAME else model
 
     async def _adapters(self, verb: str, body: dict[str, Any]) -> httpx.Response:
         path = f"/v1/{verb}_lora_adapter"
@@ -292,8 +297,10 @@ class VllmClient:
     ) -> Reply:
         reply = await self._connections.send_prompt(path, body, self._request_timeout_s)
         if reply.status_code != httpx.codes.OK:
-            kind = EngineFailed if reply.is_server_error else RunFailed
-            raise kind(f"{self.name} answered {path} with {reply.status_code}: {_reason(reply)}")
+            # 404: a server that somebody restarted has lost the adapter.
+            is_lost = reply.is_server_error or reply.status_code == httpx.codes.NOT_FOUND
+            kind = EngineFailed if is_lost else RunFailed
+            raise kind(f"{self.name} answered {path} with {reply.status_code}: {reason(reply)}")
         try:
             return form.model_validate_json(reply.content)
         except ValidationError as error:
@@ -327,6 +334,12 @@ class VllmClient:
         )
 
 
+def load_request(adapter: AdapterVersion) -> dict[str, Any]:
+    """The body of /v1/load_lora_adapter."""
+    # PEFT's form of experts: one pair of matrices for all. Says nothing about adapters without any.
+    return {"lora_name": adapter.name, "lora_path": str(adapter.path), "is_3d_lora_weight": True}
+
+
 def _of_images(prompt: EncodedPrompt) -> dict[str, Any]:
     """What GENERATE takes in place of a prompt: of the tokens of an image, the first."""
     inner = {i for image in prompt.images for i in range(image.start + 1, image.start + image.length)}
@@ -345,7 +358,7 @@ def _difference(got: Sequence[int], sent: Sequence[int]) -> str:
     return f"token {place} is {got[place]} instead of {sent[place]}"
 
 
-def _reason(reply: httpx.Response) -> str:
+def reason(reply: httpx.Response) -> str:
     """The message in vLLM's error reply, shortened."""
     try:
         body = reply.json()

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -19,9 +20,9 @@ from skylite.adapters.target_modules import last_names
 from skylite.config.engine import CpuLora
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
-from skylite.data.chat_tokenizer import ChatTemplate, text_for_others
+from skylite.data.chat_tokenizer import ChatTemplate, ChatTokenizer, text_for_others
 from skylite.engine.connections import HEADER_BYTES, KEY_VARIABLE
-from skylite.engine.interface import BASE_NAME, EngineMemory, EngineSpec, served_versions
+from skylite.engine.interface import BASE_NAME, EngineMemory, EngineSpec, ServerFacts, served_versions
 from skylite.engine.model_sizes import model_sizes
 from skylite.engine.vllm.client import VllmClient
 from skylite.engine.vllm.memory import (
@@ -42,13 +43,14 @@ from skylite.engine.vllm.models import (
 )
 from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER, SWITCH, WIDENED_BASE, batched_outputs
 from skylite.engine.vllm.plugin import processes as plugin_processes
+from skylite.engine.vllm.server_check import RUNTIME_LORA, ServerCheck
 from skylite.errors import ModelError
 from skylite.hub.text_model import QUANTISED, is_wrapper, model_shapes, quantised_format, read_config
 from skylite.processes.child_env import FEW_PRODUCTS, INTEL_OPENMP, LOOPBACK_ONLY, has_library, preload_env
 from skylite.processes.gpus import cuda_env
 from skylite.processes.hardware import DTYPE_BYTES, cpu_cores, total_memory
+from skylite.run.run_dir import AdapterVersion
 
-RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 """vLLM's other sampler. Its kernels are compiled at the start by nvcc, which pip does not install."""
 SERVE_MIDDLEWARE = "skylite.engine.vllm.plugin.api_key.RequireKey"
@@ -188,6 +190,8 @@ class VllmLauncher:
         command += [*_memory_flags(spec), *_quantised_flags(spec)]
         if spec.lora_rank is not None:
             command += _lora_flags(spec, spec.lora_rank)
+            if spec.device == "cpu":
+                command += ["--compilation-config", json.dumps({"custom_ops": CPU_CUSTOM_OPS})]
         elif spec.device == "cpu":
             # A compiled model samples 4 to 9 % faster, but starts 87 s later, or 55 s with vLLM's cache.
             command.append("--enforce-eager")
@@ -231,12 +235,34 @@ class VllmLauncher:
 
     def connect(self, spec: EngineSpec) -> VllmClient:
         """A client of the server."""
-        return VllmClient(spec.name, spec.address, max_connections=spec.max_num_seqs)
+        return VllmClient(
+            spec.name, spec.address, max_connections=spec.max_num_seqs, base_name=spec.base_name
+        )
+
+    async def check_server(
+        self, spec: EngineSpec, lora: LoraConfig, probe: AdapterVersion, tokenizer: ChatTokenizer | None
+    ) -> ServerFacts:
+        """Of a stock `vllm serve`, see server_check.py."""
+        return await ServerCheck(spec, lora, probe, stock_command(spec)).facts(tokenizer)
+
+
+# vLLM's default logprobs ignore temperature, top-p and top-k. We need those of the sampled distribution.
+LOGPROBS = ("--logprobs-mode", "processed_logprobs")
 
 
 def _run_flags(spec: EngineSpec) -> list[str]:
-    # vLLM's default logprobs ignore temperature, top-p and top-k. We need those of the sampled distribution.
-    return ["--uds", str(spec.address.socket), "--logprobs-mode", "processed_logprobs"]
+    return ["--uds", str(spec.address.socket), *LOGPROBS]
+
+
+def stock_command(spec: EngineSpec) -> str:
+    """A shell's command that starts a stock server at `spec.address` with what a run needs of it."""
+    url = httpx.URL(spec.address.url)
+    flags = ["--dtype", spec.dtype, "--max-model-len", str(spec.max_model_len), "--generation-config", "vllm"]
+    flags += [*LOGPROBS, *_quantised_flags(spec)]
+    flags += [*_cache_flags(spec), *_memory_flags(spec)] if spec.device == "cpu" else []
+    flags += _lora_flags(spec, spec.lora_rank) if spec.lora_rank is not None else []
+    where = ["--host", url.host, "--port", str(url.port or 80)]
+    return shlex.join([f"{RUNTIME_LORA}=True", "vllm", "serve", str(spec.model_path), *where, *flags])
 
 
 def _public_flags(spec: EngineSpec) -> list[str]:
@@ -366,8 +392,6 @@ def _lora_flags(spec: EngineSpec, rank: int) -> list[str]:
     flags = ["--enable-lora", "--max-lora-rank", str(served_rank(rank))]
     # One more than in a batch, or vLLM reads an evicted adapter from disk again.
     flags += ["--max-loras", str(spec.max_loras), "--max-cpu-loras", str(spec.max_loras + 1)]
-    if spec.device == "cpu":
-        flags += ["--compilation-config", json.dumps({"custom_ops": CPU_CUSTOM_OPS})]
     # Names can come from a downloaded adapter or model, and vLLM would parse such a name as a flag.
     if flag_like := [name for name in spec.target_modules or [] if name.startswith("-")]:
         raise ModelError(

@@ -52,16 +52,26 @@ class Served:
     """Kind of the recurrent layers: state spaces, convolutions or linear attention. "" without any."""
 
 
+def tested_version() -> str:
+    """The vLLM that skylite was tested with."""
+    return str(parse_json(read_text(TABLE))["vllm"])
+
+
 def check_lora(
-    model_path: Path, device: str, lora: LoraConfig | None = None, *, adapters: bool = True
+    model_path: Path,
+    device: str,
+    lora: LoraConfig | None = None,
+    *,
+    adapters: bool = True,
+    version: str | None = None,
 ) -> str:
     """Raise ModelError if vLLM cannot serve LoRA on this model or, with `lora`, on its target modules.
 
-    Without `adapters`, only if it cannot serve the model. Without a vLLM, as the tested version. Returns a
-    note then, and if vLLM's version is not in the table.
+    Without `adapters`, only if it cannot serve the model. `version`: of vLLM; None: the installed one, and
+    without one the tested one. Returns a note then, and if vLLM's version is not in the table.
     """
     table = parse_json(read_text(TABLE))
-    version = vllm_version()
+    version = version or vllm_version()
     if version is None:
         note = _check_served(model_path, device, lora, table, adapters)
         missing = f"no vLLM is installed; what it serves is that of vLLM {table['vllm']}, the tested release"
