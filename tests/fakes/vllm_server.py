@@ -47,6 +47,8 @@ class VllmStub:
     url: str = ""
     adapters: dict[str, Path] = field(default_factory=dict)
     tokens: int = 0
+    polls: int = 0
+    """Of its count of tokens."""
     used_lora: bool = False
     log: list[str] = field(default_factory=list)
     """Such as `load policy-v000001`, `sample policy-v000001`, in order."""
@@ -102,6 +104,7 @@ class VllmStub:
         if path == "/health":
             return 200, ""
         if path == "/metrics":
+            self.polls += 1
             info = f'vllm:lora_requests_info{{max_lora="{self.max_loras}",running_lora_adapters=""}} 1.0\n'
             count = f'vllm:prompt_tokens_total{{engine="0"}} {self.tokens}.0\n'
             return 200, count + (info if self.used_lora else "")

@@ -61,7 +61,7 @@ class Group:
 
 @asynccontextmanager
 async def engines(root: Path, model: Path, stubs: list[VllmStub], **engine: Any) -> AsyncIterator[Group]:
-    config = settings(engine={"urls": [stub.url for stub in stubs], "stall_timeout_s": 1.0, **engine})
+    config = settings(engine={"urls": [stub.url for stub in stubs], **engine})
     run_config = RunConfig(skylite_version="1", config=config, resolved=resolved(model, root))
     changes: list[tuple[int, bool]] = []
     every = UrlEngines(
@@ -73,8 +73,13 @@ async def engines(root: Path, model: Path, stubs: list[VllmStub], **engine: Any)
     )
     specs = url_specs(run_config, ["q_proj"])
     dogs = [UrlWatchdog(spec, i, every, 0.05, (0.05, 0.1)) for i, spec in enumerate(specs)]
-    async with Supervisor() as supervisor, engines_kept_alive(dogs, supervisor) as ready:
+    async with (
+        asyncio.timeout(60),
+        Supervisor() as supervisor,
+        engines_kept_alive(dogs, supervisor) as ready,
+    ):
         yield Group(EnginePool(ready, 0.002, left_out=every.left_out), supervisor, changes, every)
+        supervisor.check()
 
 
 def own(log: list[str]) -> list[str]:
@@ -141,7 +146,10 @@ def test_an_idle_engine_that_was_restarted_is_noticed_by_its_count_of_tokens(
     async def run(stubs: list[VllmStub]) -> None:
         async with engines(tmp_path, tiny_llama, stubs) as group:
             await group.take(publish(tmp_path, 0))
-            await asyncio.sleep(0.4)
+            polled = stubs[0].polls
+            async with asyncio.timeout(20):
+                while stubs[0].polls < polled + 2:  # the first may have been sent before the canary
+                    await asyncio.sleep(0.01)
             stubs[0].stop()
             stubs[0].start()
             await group.until((0, False), (0, True))
@@ -153,11 +161,12 @@ def test_an_idle_engine_that_was_restarted_is_noticed_by_its_count_of_tokens(
 
 def test_a_silent_engines_requests_go_to_the_other(tmp_path: Path, tiny_llama: Path) -> None:
     async def run(stubs: list[VllmStub]) -> None:
-        async with engines(tmp_path, tiny_llama, stubs, max_num_seqs=1) as group:
+        tight = {"max_num_seqs": 1, "stall_timeout_s": 6.0}
+        async with engines(tmp_path, tiny_llama, stubs, **tight) as group:
             await group.take(publish(tmp_path, 0))
             stubs[0].hangs = True
             # The second waits for the only connection.
-            answers = await asyncio.wait_for(asyncio.gather(*(group.sample(0, V0) for _ in range(2))), 20)
+            answers = await asyncio.gather(*(group.sample(0, V0) for _ in range(2)))
             assert [len(calls) for calls in answers] == [1, 1]
             assert group.changes == [(0, False)]
             stubs[0].hangs = False
