@@ -72,9 +72,10 @@ def test_a_run_goes_on_without_a_killed_engine_and_takes_it_back(
         second.stop()
         names = {line.split()[1] for line in first.log if line.startswith("load ")}
         first.log.clear()
-        done = project.run(
-            "train", "--resume", "by-url", "--steps", str(steps[-1] + 1), *urls(first), timeout_s=DEADLINE_S
-        )
+        words = ("train", "--resume", "by-url", "--steps", str(steps[-1] + 1))
+        # The key may go to an address that you name together with its variable.
+        key = ("--set", "engine.key_env=THEIR_KEY")
+        done = project.run(*words, *key, *urls(first), timeout_s=DEADLINE_S)
         assert done.returncode == 0, done.stderr
         again = {line.split()[1] for line in first.log if line.startswith("load ")}
         assert again
