@@ -33,7 +33,7 @@ from skylite.resources.gpu_placement import place
 from skylite.rollout.plan import write_run
 from skylite.rollout.resume import plan_resume
 from skylite.rollout.run_session import Start, teacher_engine_of
-from skylite.rollout.teacher_check import with_own_teacher
+from skylite.rollout.teacher_check import check_own_teacher, with_own_teacher
 from skylite.types import Group
 from tests.decisions import changed, resolved
 from tests.e2e.project import FAKE_LAUNCHER
@@ -147,6 +147,13 @@ def test_models_that_cannot_teach_are_refused_before_anything_starts(
     assert "was made for 100 tokens, and this run may" in refused("short", max_position_embeddings=100).what
     assert "does not support it" in refused("class", architectures=["MadeUpForCausalLM"]).what
     assert "not a causal language model" in refused("bert", architectures=["BertModel"]).what
+
+
+def test_a_teacher_needs_an_engine_of_the_run(tiny_llama: Path) -> None:
+    urls = {"urls": ["http://127.0.0.1:9"]}
+    config = with_own_teacher(settings(algorithm=OPD | {"teacher": str(tiny_llama)}, engine=urls))
+    with pytest.raises(ConfigError, match=r"engine\.urls names engines that others start"):
+        check_own_teacher(config, VllmLauncher(), TOKENIZER, [])
 
 
 def test_a_teacher_needs_no_lora(tmp_path: Path) -> None:
