@@ -34,8 +34,8 @@ class RetryingEngine:
         self._on_failure = on_failure
         self.adapters: dict[str, AdapterVersion] = {}
         """Loaded adapters by name. A restarted server must load them again."""
-        self.asked_for: str | None = None
-        """The adapter that it was last asked to load, which a cancelled request may have loaded."""
+        self.may_hold = set[str]()
+        """Adapters that it was asked to load and has not unloaded, also by cancelled requests."""
         self._client = client
         self._backoff_s = backoff_s
         self._up = asyncio.Event()
@@ -106,7 +106,7 @@ class RetryingEngine:
     async def load_adapter(self, adapter: AdapterVersion) -> None:
         """Load a version under its own name. Raises SyncFailed if the engine refuses it."""
         attempts = 0
-        self.asked_for = adapter.name
+        self.may_hold.add(adapter.name)
 
         async def load(client: Engine) -> None:
             nonlocal attempts
@@ -123,6 +123,7 @@ class RetryingEngine:
         """Unload a version that no request uses."""
         self.adapters.pop(name, None)
         await self._with_retries(lambda client: client.unload_adapter(name))
+        self.may_hold.discard(name)
 
     async def is_ready(self) -> bool:
         """Whether the server answers, asked once."""

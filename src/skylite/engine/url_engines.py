@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 RETRY_S = 5.0
 """Between attempts to take an engine back."""
 UNLOAD_S = 5.0
+CUT_SHORT_S = (0.5, 1.0)
+"""Waits before a load that was cut short is undone again."""
 OnChange = Callable[[int, bool], None]
 """Gets the number of an engine, and whether it serves."""
 
@@ -103,11 +105,19 @@ class UrlEngines:
 
     async def unload_all(self) -> None:
         """Unload the run's adapters at its end, as far as the engines answer within UNLOAD_S."""
-        names = [(e, name) for e in self.engines.values() for name in {*e.adapters, e.asked_for} if name]
-        every = [engine.unload_adapter(name) for engine, name in names]
         with suppress(TimeoutError):
             async with asyncio.timeout(UNLOAD_S):
-                await asyncio.gather(*every, return_exceptions=True)
+                held = [(e, name) for e in self.engines.values() for name in e.may_hold]
+                # A load that the run's end cancelled may be done only after its unload.
+                cut_short = [(e, name) for e, name in held if name not in e.adapters]
+                await _unload(held)
+                for wait_s in CUT_SHORT_S if cut_short else ():
+                    await asyncio.sleep(wait_s)
+                    await _unload(cut_short)
+
+
+async def _unload(names: Sequence[tuple[RetryingEngine, str]]) -> None:
+    await asyncio.gather(*(engine.unload_adapter(name) for engine, name in names), return_exceptions=True)
 
 
 class Absent:
