@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.watchdog import wait_for_hang
 from skylite.errors import EngineDead, EngineFailed
+from skylite.processes.starvation import Starvation
 from skylite.types import EncodedPrompt
 from tests.unit.bad_server import SAMPLING
 
@@ -64,6 +68,46 @@ def test_an_engine_that_generates_nothing_while_requests_wait_hangs() -> None:
 def test_an_engine_that_generates_or_has_no_requests_does_not_hang() -> None:
     assert watch(Counter(*map(float, range(1000))), busy=True) is None
     assert watch(Counter(5.0), busy=False) is None
+
+
+def test_time_without_a_core_is_no_hang() -> None:
+    async def run(starved_s: float) -> EngineFailed | None:
+        engine = RetryingEngine(Counter(5.0))  # type: ignore[arg-type]
+        request = asyncio.ensure_future(engine.generate("m", EncodedPrompt([7]), 1, SAMPLING, 0))
+        try:
+            async with asyncio.timeout(1.5):
+                return await wait_for_hang(engine, 0.4, lambda: starved_s)
+        except TimeoutError:
+            return None
+        finally:
+            request.cancel()
+
+    assert asyncio.run(run(0.0)) is not None
+    assert asyncio.run(run(9.0)) is None, "it waits all the time"
+
+
+def test_threads_that_share_a_core_wait_for_it() -> None:
+    spin = (
+        "import os, threading\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nprint(flush=True)\n"
+    )
+    with (
+        subprocess.Popen([sys.executable, "-c", spin + "while True: pass"], stdout=subprocess.PIPE) as one,
+        subprocess.Popen([sys.executable, "-c", spin + "while True: pass"], stdout=subprocess.PIPE) as two,
+        subprocess.Popen([sys.executable, "-c", spin + "input()"], stdin=-1, stdout=subprocess.PIPE) as idle,
+    ):
+        try:
+            for process in (one, two, idle):
+                assert process.stdout is not None
+                process.stdout.readline()
+            found = [Starvation(process.pid) for process in (one, idle)]
+            assert [starvation.seconds() for starvation in found] == [0.0, 0.0], "nothing to compare with"
+            time.sleep(1.0)
+            busy, waiting = (starvation.seconds() for starvation in found)
+            assert waiting < 0.1 < 0.3 < busy
+        finally:
+            for process in (one, two, idle):
+                process.kill()
+    assert Starvation(one.pid).seconds() == 0.0, "it has ended"
 
 
 def test_an_engine_whose_requests_have_ended_does_not_hang() -> None:

@@ -27,6 +27,7 @@ from skylite.processes.child import (
     poll,
     raw_log_tail,
 )
+from skylite.processes.starvation import Starvation
 from skylite.progress_reporting import LongWork, duration, long_work
 from skylite.run.run_dir import AdapterVersion
 
@@ -106,7 +107,8 @@ class Watchdog:
     async def _wait_for_failure(self, engine: RetryingEngine) -> RunFailed:
         """Return the reason once the process ends or hangs."""
         try:
-            hang = await while_alive(self.child, wait_for_hang(engine, self.restarts.config.stall_timeout_s))
+            timeout_s, starvation = self.restarts.config.stall_timeout_s, Starvation(self.child.pid)
+            hang = await while_alive(self.child, wait_for_hang(engine, timeout_s, starvation.seconds))
         except ChildDied as error:
             return error
         log = self.child.spec.log_path
@@ -215,20 +217,26 @@ async def wait_ready(engine: Engine, timeout_s: float, log: Path) -> None:
         await asyncio.sleep(READY_POLL_S)
 
 
-async def wait_for_hang(engine: RetryingEngine, stall_timeout_s: float) -> EngineFailed:
+async def wait_for_hang(
+    engine: RetryingEngine, stall_timeout_s: float, starved_s: Callable[[], float] = lambda: 0.0
+) -> EngineFailed:
     """Return the reason once the engine fails.
 
     It fails if it reports so, or if it does not answer or makes no progress for `stall_timeout_s` while
     requests are in flight. Whether it serves is not enough: a server may answer while its engine hangs. The
     progress covers all requests, so a request that waits in the queue is not a hang. Streaming would detect
-    hangs too, but costs time for every token.
+    hangs too, but costs time for every token. `starved_s`: seconds since its last call in which the engine
+    waited for a core, on a machine that others use; they do not count.
     """
     clock = asyncio.get_running_loop().time
     progress, since = -1.0, clock()
     failure: EngineFailed | None = None
     while clock() - since <= stall_timeout_s:
         engine.note_work(since)
+        polled = clock()
         await asyncio.sleep(min(PROGRESS_POLL_S, stall_timeout_s / 4))
+        if engine.in_flight:
+            since += min(starved_s(), clock() - polled)
         try:
             now, failure = await engine.progress(), None
         except EngineDead as error:
