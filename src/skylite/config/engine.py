@@ -56,8 +56,8 @@ class EngineConfig(Section):
     start_timeout_s: float = Field(600.0, gt=0)
     """Seconds for an engine to start. Raise it for large models on slow disks."""
     stall_timeout_s: float = Field(60.0, gt=0)
-    """Seconds without a new token while requests wait; then skylite kills and restarts the engine. Time in which
-    the engine waits for a core, on a machine that others use, does not count."""
+    """Seconds without a new token while requests wait; then skylite kills and restarts the engine. Time in
+    which the engine waits for a core, on a machine that others use, does not count."""
     max_restarts: int = Field(2, ge=0)
     """Maximum restarts of each engine after a crash or hang. After that the run stops and can be resumed."""
     cpu_lora: Literal["auto", "merged", "dense"] = "auto"
