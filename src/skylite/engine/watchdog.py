@@ -229,14 +229,15 @@ async def wait_for_hang(
     waited for a core, on a machine that others use; they do not count.
     """
     clock = asyncio.get_running_loop().time
-    progress, since = -1.0, clock()
+    progress, since, stalls = -1.0, clock(), False
     failure: EngineFailed | None = None
     while clock() - since <= stall_timeout_s:
         engine.note_work(since)
         polled = clock()
         await asyncio.sleep(min(PROGRESS_POLL_S, stall_timeout_s / 4))
-        if engine.in_flight:
+        if stalls:  # asked only then: it costs some ms
             since += min(starved_s(), clock() - polled)
+        stalls = engine.in_flight > 0
         try:
             now, failure = await engine.progress(), None
         except EngineDead as error:
@@ -247,7 +248,7 @@ async def wait_for_hang(
         if now < progress:
             return EngineFailed(f"{engine.name} was restarted: it counts fewer tokens than before.")
         if now != progress or engine.in_flight == 0:
-            progress, since = now, clock()
+            progress, since, stalls = now, clock(), False
     return failure or EngineFailed(
         f"{engine.name} generated no token for {stall_timeout_s:g} s while {engine.in_flight} requests "
         "waited, and it reports no problem."

@@ -75,23 +75,7 @@ class TeacherServer:
             assert url is not None, "the caller checks this"
             self.name = f"teacher {self.model} at {url}" if self.model else f"teacher at {url}"
             key = api_key("algorithm.teacher_key_env", algorithm.teacher_key_env, self.name)
-            address = Address.parse(url, key)
-            how = Patience(
-                name=self.name,
-                max_concurrent=MAX_CONCURRENT,
-                timeout_s=TIMEOUT_S,
-                patience_s=patience_s,
-                if_silent="Start it again, and continue with --resume; at another address with --set "
-                "algorithm.teacher=URL.",
-                if_refused="Correct algorithm.teacher, teacher_model or teacher_key_env. The server must be "
-                "vLLM's (`vllm serve MODEL` or `skylite serve`)"
-                + (
-                    f", and give {self._top_k} logprobs (--max-logprobs, 20 by default, or lower "
-                    "algorithm.teacher_top_k)."
-                    if self._top_k
-                    else "."
-                ),
-            )
+            address, how = Address.parse(url, key), _patience_at_url(self.name, self._top_k, patience_s)
         self._client = PatientClient(address, how, sleep)
 
     async def aclose(self) -> None:
@@ -217,6 +201,25 @@ class TeacherServer:
                 "Serve a model of the same family (for Mistral's with --tokenizer-mode hf), or learn from "
                 "its texts with algorithm.name=sft.",
             )
+
+
+def _patience_at_url(name: str, top_k: int, patience_s: float) -> Patience:
+    """Of a teacher that somebody else serves."""
+    logprobs = (
+        f", and give {top_k} logprobs (--max-logprobs, 20 by default, or lower algorithm.teacher_top_k)"
+        if top_k
+        else ""
+    )
+    return Patience(
+        name=name,
+        max_concurrent=MAX_CONCURRENT,
+        timeout_s=TIMEOUT_S,
+        patience_s=patience_s,
+        if_silent="Start it again, and continue with --resume; at another address with --set "
+        "algorithm.teacher=URL.",
+        if_refused="Correct algorithm.teacher, teacher_model or teacher_key_env. The server must be vLLM's "
+        f"(`vllm serve MODEL` or `skylite serve`){logprobs}.",
+    )
 
 
 def _patience_with(engine: TeacherEngine, name: str, patience_s: float) -> Patience:

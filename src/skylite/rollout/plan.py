@@ -74,10 +74,8 @@ from skylite.rollout.sources import ScoredData, Source, source_for
 from skylite.rollout.teacher_check import check_teacher, with_own_teacher
 from skylite.rollout.trusted_programs import (
     allow_algorithm,
-    allow_engines,
-    allow_judge,
     allow_launcher,
-    allow_teacher,
+    allow_servers,
 )
 from skylite.run.files import sha256_file, write_json
 from skylite.run.own_folders import mark_sync_folder, refuse_live
@@ -140,8 +138,6 @@ def plan_run(
 
     `provenance`: what the user typed, and the recipe. `notes`: choices made before, to print and record.
     """
-    for folder in (run.root, sync_folder(config, run)):
-        refuse_live(folder)
     check_folders(config, run)
     config = with_own_teacher(config)
     config, filter_note = without_foreign_filter(config, provenance)
@@ -178,15 +174,13 @@ def plan_run(
         memory=memory,
         trust=Trust(programs=scored.programs),
         identity=_new_identity(config, run, dropped),
-        notes=notes,
     )
     notes += check_engines(run_config_of(config, resolved))
     log_notes(notes)
-    resolved = resolved.model_copy(update={"notes": notes})
     return RunPlan(
         run=run,
         config=config,
-        resolved=resolved,
+        resolved=resolved.model_copy(update={"notes": notes}),
         train=train,
         held_out=held_out,
         rewards=scored.rewards,
@@ -238,9 +232,7 @@ def plan_rewards(
     config, note = without_reward(scored.config, scored.rewards)
     scored = replace(scored, config=config)
     notes = [*notes_of(*scored.notes, note), *source.check_rewards(scored, info, train)]
-    allow_judge(scored.config, provenance)
-    allow_teacher(scored.config, provenance)
-    allow_engines(scored.config, provenance)
+    allow_servers(scored.config, provenance)
     notes += check_judge(scored.config, train)
     programs = scored.programs | allow_algorithm(scored.config, provenance)
     programs |= allow_launcher(scored.config, provenance)
@@ -455,7 +447,12 @@ def sync_folder(config: TrainConfig, run: RunDir) -> Path:
 
 
 def check_folders(config: TrainConfig, run: RunDir) -> None:
-    """Raise ConfigError if the folder holds a run or a warm start, or lora_sync_path other adapters."""
+    """Raise ConfigError if the folder holds a run or a warm start, or lora_sync_path other adapters.
+
+    Or if a run uses one of them now.
+    """
+    for folder in (run.root, sync_folder(config, run)):
+        refuse_live(folder)
     if run.config_path.exists():
         raise ConfigError(
             f"{run.root} holds a run already.",

@@ -44,10 +44,8 @@ from skylite.rollout.teacher_check import with_own_teacher
 from skylite.rollout.trusted_programs import (
     accept_same_rewards,
     allow_algorithm,
-    allow_engines,
-    allow_judge,
     allow_launcher,
-    allow_teacher,
+    allow_servers,
 )
 from skylite.run.checkpoint_folder import checkpoint_steps, choose_checkpoint
 from skylite.run.files import fsync_path
@@ -95,9 +93,7 @@ def plan_resume(
     )
     programs = allow_algorithm(config, provenance)
     programs |= allow_launcher(config, provenance)
-    allow_judge(config, provenance)
-    allow_teacher(config, provenance)
-    allow_engines(config, provenance)
+    allow_servers(config, provenance)
     recorded = _check_inputs(recorded, config)
     done = choose_checkpoint(run, at)
     _require_work(run, config, done)

@@ -141,6 +141,13 @@ def allow_launcher(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) 
     return _allow([spec], LAUNCHER, provenance)
 
 
+def allow_servers(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) -> None:
+    """Check that texts and keys may go to the servers of a run. Raises ConfigError as `allow_judge`."""
+    allow_judge(config, provenance)
+    allow_teacher(config, provenance)
+    allow_engines(config, provenance)
+
+
 def allow_judge(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) -> None:
     """Check that texts, and the key of a variable, may go to reward.judge.url.
 

@@ -1,7 +1,7 @@
 """Ask a running `vllm serve`, which skylite did not start, for all that a run needs of it.
 
-Nothing is assumed: an adapter like those of the run is loaded, sampled from, scored with and unloaded. What
-cannot be asked, its base and its type, is proven by the canary of the first adapter.
+Nothing is assumed: an adapter like those of the run is loaded, sampled from, scored with and unloaded. A
+server does not tell its weights and their type: the canary of the first adapter finds others.
 """
 
 from __future__ import annotations
