@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from skylite.engine.canary_kinds import Floats, least_squares
-from skylite.engine.canary_reading import KindShare
-from skylite.export.probe import Probe, ServerScores, by_depth, fit, judge, with_verdict
+from skylite.export.probe import Probe, ServerScores, Share, by_depth, fit, judge, with_verdict
 
 TOKENS, NOISE = 300, 0.02
 RANDOM = np.random.default_rng(0)
@@ -40,9 +39,9 @@ def test_least_squares_by_hand() -> None:
     assert errors.tolist() == pytest.approx([np.sqrt(3 * np.square(a / 9 * rest).sum()), np.inf])
 
 
-RIGHT, WEAK = KindShare(1.0, 0.06), KindShare(-3.0, 2.0)
+RIGHT, WEAK = Share(1.0, 0.06), Share(-3.0, 2.0)
 PROBE = Probe(
-    kinds={"q_proj": RIGHT, "v_proj": WEAK},
+    kinds={"q_proj": RIGHT, "v_proj": RIGHT},
     depths={"1 to 65": RIGHT, "65 to 257": WEAK},
     moved=0.5,
     gap=0.02,
@@ -58,7 +57,7 @@ def verdict(**changes: object) -> str:
 
 
 def test_the_verdict_names_the_worst_fault() -> None:
-    half, none = KindShare(0.5, 0.06), KindShare(0.01, 0.06)
+    half, none = Share(0.5, 0.06), Share(0.01, 0.06)
     assert verdict() == "applied"
     assert verdict(base_gap=0.5, unexplained=0.5).startswith("another base: ")
     assert verdict(same_errors=0.9).startswith("another base: ")
@@ -68,7 +67,8 @@ def test_the_verdict_names_the_worst_fault() -> None:
     assert verdict(same_errors=0.9, moved=0.01) == "applied"  # the same bits, nearly: the adapter is small
     assert verdict(unexplained=0.07, gap=0.4).startswith("another adapter or version: ")
     assert verdict(unexplained=0.4, gap=0.4, noise=None).startswith("another adapter, version or base: ")
-    assert verdict(kinds={"q_proj": WEAK}).startswith("too small to tell")
+    assert verdict(kinds={"q_proj": WEAK}, depths={"1 to 65": WEAK}).startswith("too small to tell: ")
+    assert verdict(kinds={"q_proj": WEAK}) == "applied as a whole; too small to tell alone: q_proj"
     assert verdict(kinds={"q_proj": half, "v_proj": half}).startswith("applied 0.50 times")
     assert verdict(kinds={"q_proj": none, "v_proj": none}).startswith("not applied: ")
     assert verdict(kinds={"q_proj": RIGHT, "v_proj": none}).startswith("applied in part: v_proj 0.01 ")

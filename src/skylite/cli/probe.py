@@ -19,7 +19,6 @@ import typer
 
 from skylite.adapters.folder import find_adapter
 from skylite.cli.options import AsJson, Step
-from skylite.engine.canary_reading import KindShare
 from skylite.engine.chat import longest_sequence, served_adapters, served_models
 from skylite.engine.connections import KEY_VARIABLE, Address
 from skylite.engine.interface import Engine
@@ -29,6 +28,7 @@ from skylite.export.probe import (
     AdaptedModel,
     Probe,
     ServerScores,
+    Share,
     judge,
     probe_text,
     sequences_of,
@@ -125,7 +125,7 @@ async def score_all(engine: Engine, name: str, sequences: list[list[int]]) -> li
     return [await engine.score(name, EncodedPrompt(tuple(ids))) for ids in sequences]
 
 
-def share_text(share: KindShare) -> str:
+def share_text(share: Share) -> str:
     """The share, and how far from 1 a right one may be."""
     return f"{share.share:.3f} (1 +- {share.limit:.2g})" if share.is_told else "too small to tell"
 

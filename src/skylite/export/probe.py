@@ -31,8 +31,9 @@ Their differences with the adapter and without it hardly correlate; those from a
 second."""
 MAX_NOISE = 3.0
 """An adapter leaves at most this many times the base's differences unexplained."""
-NEAR = 0.1
-"""Shares under it are those of a server that does not apply the adapter."""
+NEAR, TOLD = 0.1, 0.9
+"""Shares under NEAR are those of a server that does not apply the adapter. One with a limit over TOLD tells
+nothing."""
 ALPHAS = (0.5, 2.0, 0.25, 4.0)
 """Factors of all kinds from which the fit may start, besides 1, 0, and each kind left out."""
 STEPS, DIFFERENCE, CONVERGED = 8, 0.05, 1e-3
@@ -43,13 +44,21 @@ WORTH = 0.9
 """So does a step that leaves more than this part of what the one before left: what no factors explain."""
 
 
+class Share(KindShare):
+    """How much of a part of an adapter the server applies. It is told if a share of 0 would be wrong."""
+
+    @property
+    def is_told(self) -> bool:
+        return self.limit < TOLD
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """What was found. Differences are root mean squares in nats, but for `base_gap`."""
 
-    kinds: dict[str, KindShare]
+    kinds: dict[str, Share]
     """Kind of module -> how much of its LoRA the server applies."""
-    depths: dict[str, KindShare]
+    depths: dict[str, Share]
     """Tokens of the long text -> how much of the whole adapter it applies there."""
     moved: float
     """Adapter from base, computed here."""
@@ -171,7 +180,7 @@ def judge(model: AdaptedModel, short: list[list[int]], long: list[int], server: 
     seen = server.long - (base[tokens:] if server.base_long is None else server.base_long)
     return with_verdict(
         Probe(
-            kinds={k: KindShare(*share) for k, share in zip(kinds, shares, strict=True)},
+            kinds={k: Share(*share) for k, share in zip(kinds, shares, strict=True)},
             depths=by_depth(move, seen, rounding),
             moved=rms(right - base),
             gap=rms(gap),
@@ -243,7 +252,7 @@ def effect_of(at: Callable[[Floats], Floats], factors: Floats, index: int) -> Fl
     return (at(factors) - at(less)) / DIFFERENCE
 
 
-def by_depth(move: Floats, seen: Floats, rounding: float) -> dict[str, KindShare]:
+def by_depth(move: Floats, seen: Floats, rounding: float) -> dict[str, Share]:
     """The share of the adapter's move [L - 1] that is seen in each part of the long text."""
     found = {}
     for start, end in zip(DEPTHS, (*DEPTHS[1:], len(move) + 1), strict=True):
@@ -252,7 +261,7 @@ def by_depth(move: Floats, seen: Floats, rounding: float) -> dict[str, KindShare
             effects = move[part, None]
             change, errors = least_squares(effects, seen[part])
             limits = share_limits(MAX_STANDARD_ERRORS * errors, effects, rounding)
-            found[f"{start + 1} to {part.stop + 1}"] = KindShare(float(change[0]), float(limits[0]))
+            found[f"{start + 1} to {part.stop + 1}"] = Share(float(change[0]), float(limits[0]))
     return found
 
 
@@ -278,12 +287,13 @@ def with_verdict(probe: Probe) -> Probe:
     mean = float(np.average([s.share for s in told], weights=[s.limit**-2 for s in told])) if told else np.nan
     is_common = len(told) > 1 and all(abs(s.share - mean) <= max(NEAR * abs(mean), s.limit) for s in told)
     deep = [part for part, share in probe.depths.items() if share.is_wrong]
+    untold = [kind for kind, share in probe.kinds.items() if not share.is_told]
     if has_another_base(probe):
         verdict = f"another base: its logprobs differ by {probe.base_gap:.2g} nats on average"
     elif probe.unexplained > max(MAX_NOISE * noise, 1e-4) and probe.unexplained > 0.1 * probe.gap:
         what = "adapter or version" if probe.noise is not None else "adapter, version or base"
         verdict = f"another {what}: {probe.unexplained:.2g} nats are not explained by any part of this one"
-    elif not told:
+    elif not told and not any(share.is_told for share in probe.depths.values()):
         verdict = (
             "too small to tell: the adapter hardly moves these logprobs; give it texts of its task (--text)"
         )
@@ -296,6 +306,9 @@ def with_verdict(probe: Probe) -> Probe:
         verdict = f"applied in part: {names} (1 is right, 0 is left out)"
     elif deep:
         verdict = f"not applied in tokens {', '.join(deep)} of a long text"
+    elif untold:
+        verdict = f"applied as a whole; too small to tell alone: {', '.join(untold)}"
+        return replace(probe, verdict=verdict, is_applied=True)
     else:
         return replace(probe, verdict="applied", is_applied=True)
     return replace(probe, verdict=verdict)
