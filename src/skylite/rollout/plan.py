@@ -447,12 +447,14 @@ def sync_folder(config: TrainConfig, run: RunDir) -> Path:
 
 
 def check_folders(config: TrainConfig, run: RunDir) -> None:
-    """Raise ConfigError if the folder holds a run or a warm start, or lora_sync_path other adapters.
-
-    Or if a run uses one of them now.
-    """
+    """Raise ConfigError if a live run uses one of the folders, or as `require_unused` does."""
     for folder in (run.root, sync_folder(config, run)):
         refuse_live(folder)
+    require_unused(config, run)
+
+
+def require_unused(config: TrainConfig, run: RunDir) -> None:
+    """Raise ConfigError if the folder holds a run or a warm start, or lora_sync_path other adapters."""
     if run.config_path.exists():
         raise ConfigError(
             f"{run.root} holds a run already.",
@@ -478,7 +480,7 @@ def write_run(plan: RunPlan) -> None:
 
     Raises ConfigError before writing anything if another process has taken the folders since the plan.
     """
-    check_folders(plan.config, plan.run)
+    require_unused(plan.config, plan.run)
     config, run = plan.config, plan.run
     adapters = {run.warm_start: config.lora.from_adapter, run.teacher: config.algorithm.teacher_folder}
     for copied, source in adapters.items():
