@@ -7,7 +7,7 @@ import io
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -44,12 +44,20 @@ StepFacts = Mapping[int, Mapping[str, Any]]
 
 
 class FakeEngine:
-    """Holds at most two adapters. Like vLLM, it fails if an adapter is unloaded while a request uses it."""
+    """Holds few adapters. Like vLLM, it fails if an adapter is unloaded while a request uses it.
+
+    `sample_s`: seconds of a request, or what waits for one by the number that is its prompt.
+    """
 
     name = "fake"
 
-    def __init__(self, sample_s: float, wrong_version: int | None = None) -> None:
-        self.sample_s, self.wrong = sample_s, wrong_version
+    def __init__(
+        self,
+        sample_s: float | Callable[[int], Awaitable[None]],
+        wrong_version: int | None = None,
+        max_loras: int = MAX_LORAS,
+    ) -> None:
+        self.sample_s, self.wrong, self.max_loras = sample_s, wrong_version, max_loras
         self.names: list[str] = []
         self.in_flight: Counter[str] = Counter()
         self.requests: list[tuple[str, int, int]] = []
@@ -60,7 +68,7 @@ class FakeEngine:
     async def load_adapter(self, adapter: AdapterVersion) -> None:
         assert adapter.manifest_path.exists()
         self.names.append(adapter.name)
-        assert len(self.names) <= MAX_LORAS
+        assert len(self.names) <= self.max_loras
 
     async def unload_adapter(self, name: str) -> None:
         assert not self.in_flight[name]
@@ -78,7 +86,10 @@ class FakeEngine:
         assert model.endswith(str(version))
         self.requests.append((model, prompt.token_ids[0], sampling.seed))
         self.in_flight[model] += 1
-        await asyncio.sleep(self.sample_s)
+        if isinstance(self.sample_s, float):
+            await asyncio.sleep(self.sample_s)
+        else:
+            await self.sample_s(prompt.token_ids[0])
         self.in_flight[model] -= 1
         return [
             Call(
@@ -152,7 +163,7 @@ def run_of(
     num_steps: int,
     *,
     first_step: int = 1,
-    sample_s: float = 0.06,
+    sample_s: float | Callable[[int], Awaitable[None]] = 0.06,
     train_s: float = 0.06,
     wrong_version: int | None = None,
     limit: TimeLimit | None = None,
@@ -168,7 +179,10 @@ def run_of(
     """Run a simulated run to its end. Returns its folder, engine and log."""
     resumed = resumed or first_step > 1
     plan = plan_of(root, staleness, num_steps, eval_every, first_step, resumed, data, reward, algorithm)
-    engine, settings = FakeEngine(sample_s, wrong_version), plan.config.reward.judge
+    engine, settings = (
+        FakeEngine(sample_s, wrong_version, max(MAX_LORAS, staleness + 2)),
+        plan.config.reward.judge,
+    )
     answers = JudgeAnswers(plan.run.logs / "judge.jsonl")
     judge = Judge(plan.config, HttpJudge(settings), answers) if plan.config.has_judge else None
     session = Session(

@@ -203,11 +203,11 @@ def test_the_judge_is_a_component_with_a_weight_and_equal_texts_are_asked_once(t
     ]
     assert [t.reward for t in group.trajectories] == [1.2, 0.1, 1.1]
     assert config.component_weights(["gsm8k", "judge"]) == [1.0, 0.5]
-    assert judge.step_metrics(1) == {
+    assert judge.take_metrics() == {
         "judge/calls": 2, "judge/cached": 0, "judge/prompt_tokens": 200, "judge/completion_tokens": 20,
         "judge/unparsed": 0, "judge/repeated": 0,
     }  # fmt: skip
-    assert judge.step_metrics(1)["judge/calls"] == 0
+    assert judge.take_metrics()["judge/calls"] == 0
 
 
 def test_a_judge_that_comes_first_decides_what_is_right_and_is_asked_in_evaluations(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_votes_are_averaged_and_their_spread_is_a_metric(tmp_path: Path) -> None
         judge = judge_of(config_of(stub.url, votes=3, temperature=0.7, max_concurrent=1), tmp_path)
         (group,) = judged(judge, group_of("one"))
     assert scores(group) == [pytest.approx(0.6)]
-    assert judge.step_metrics(1)["judge/disagreement"] == pytest.approx((8 / 300) ** 0.5)
+    assert judge.take_metrics()["judge/disagreement"] == pytest.approx((8 / 300) ** 0.5)
 
 
 def test_a_group_is_compared_in_one_question(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_a_reply_without_points_is_reminded_and_then_ends_the_run(tmp_path: Path
         assert scores(judged(judge, group_of("a"))[0]) == [0.9]
         assert [m["role"] for m in stub.requests[1]["messages"]] == ["user", "assistant", "user"]
         assert stub.requests[1]["messages"][1]["content"] == "no idea"
-        counted = judge.step_metrics(1)
+        counted = judge.take_metrics()
         assert (counted["judge/calls"], counted["judge/unparsed"]) == (3, 2)
     with judge_server(lambda asked, n: "<score>10</score>") as stub, pytest.raises(RunFailed) as error:
         judged(judge_of(config_of(stub.url), tmp_path), group_of("b"))
@@ -397,7 +397,7 @@ def test_a_judge_that_dies_ends_the_step_and_a_second_start_asks_only_the_rest(t
         judge = judge_of(config_of(stub.url), tmp_path)
         assert judged(judge, *groups) == expected
         assert len(stub.requests) == 6
-        assert judge.step_metrics(1)["judge/cached"] == 6
+        assert judge.take_metrics()["judge/cached"] == 6
         assert judged(judge_of(config_of(stub.url, model="other"), tmp_path), groups[0])
         assert len(stub.requests) == 9  # another judge
 
@@ -413,10 +413,10 @@ def test_a_run_that_was_killed_learns_from_the_same_points_and_asks_nothing_twic
         given.setdefault(text, []).append(value / 10)
         return points(asked, [value])
 
-    def dies(path: Path, groups: Sequence[Group]) -> None:
+    def dies(path: Path, groups: Sequence[Group], batches: Sequence[int]) -> None:
         if path.stem.endswith("2"):
             os.kill(os.getpid(), signal.SIGKILL)
-        write_rollouts(path, groups)
+        write_rollouts(path, groups, batches)
 
     def run(root: Path, **more: Any) -> RunDir:
         judge = {"url": stub.url, "model": "j", "votes": 2, "temperature": 0.7}
@@ -469,7 +469,7 @@ def test_retry_after_is_honoured_and_a_wait_grows_without_it(tmp_path: Path, sta
     assert slept[:2] == [1.0, 2.0]
     assert slept[2] == pytest.approx(7, abs=0.5)
     assert slept[3] == pytest.approx(20, abs=2.5)
-    assert judge.step_metrics(1)["judge/repeated"] == 4
+    assert judge.take_metrics()["judge/repeated"] == 4
 
 
 def test_requests_are_bounded_and_evenly_spaced(tmp_path: Path) -> None:

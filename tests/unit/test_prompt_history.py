@@ -168,10 +168,10 @@ def test_a_run_that_was_killed_chooses_the_same_prompts(
     quick = {"sample_s": 0.001, "train_s": 0.001, "scorer": EasyOnes(), "data": DATA}
     whole, _, _ = run_of(tmp_path / "whole", staleness, 8, **quick)  # type: ignore[arg-type]
 
-    def dies(path: Path, groups: Sequence[Group]) -> None:
+    def dies(path: Path, groups: Sequence[Group], batches: Sequence[int]) -> None:
         if path.stem.endswith("5") and moment == "before the rollouts":
             os.kill(os.getpid(), signal.SIGKILL)
-        write_rollouts(path, groups)
+        write_rollouts(path, groups, batches)
         if path.stem.endswith("5"):
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -128,4 +128,4 @@ def test_staleness_without_a_correction_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"importance\.mode=none would not correct"):
         load_config(None, {"rollout.max_staleness": 1, "importance.mode": "none"})
     with pytest.raises(ConfigError, match=r"rollout\.max_staleness"):
-        load_config(None, {"rollout.max_staleness": 2})
+        load_config(None, {"rollout.max_staleness": 9})

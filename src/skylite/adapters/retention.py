@@ -61,6 +61,7 @@ def clean_up(run: RunDir, lora_sync_path: Path, newest: int, config: TrainConfig
     adapters = published_versions(lora_sync_path)
     # Besides the version of the checkpoint, a resumed run needs the version that it samples first from.
     sources = {sampling_version(step + 1, config.rollout.max_staleness) for step in kept_steps}
+    sources |= set(range(newest - config.rollout.max_staleness, newest))  # requests may use them still
     kept = kept_adapters([a.version for a in adapters], newest, config.sync, kept_steps | sources)
     old_adapters = [a for a in adapters if a.version not in kept]
     freed += sum(remove_folder(a.path) for a in old_adapters)

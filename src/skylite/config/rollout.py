@@ -97,9 +97,11 @@ class RolloutConfig(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a completion, such as ["</answer>"]. The text stays in the completion, which counts as
     finished, not as truncated."""
-    max_staleness: int = Field(0, ge=0, le=1)
+    max_staleness: int = Field(0, ge=0, le=8)
     """0: on-policy; sampling and training take turns. 1: sample step k + 1 while step k trains, from an
-    adapter one version older; use it if trainer and engine do not share their cores or GPU."""
+    adapter one version older. 2 to 8: engines never wait for the slowest group; a step trains on the groups
+    that are finished first, at most this many versions old. Use it if trainer and engine do not share their
+    cores or GPU."""
 
 
 class RewardParameters(Section):

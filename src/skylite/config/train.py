@@ -247,6 +247,17 @@ class TrainConfig(Section):
                 "version, and importance.mode=none would not correct for that; use importance.mode=truncate "
                 "or mask, or rollout.max_staleness=0."
             )
+        needs_order = {
+            "algorithm.zero_std_groups=resample": self.algorithm.zero_std_groups == "resample",
+            "algorithm.offline_share": self.algorithm.offline_share > 0,
+            "data.sampling, data.mix or data.retire_after": self.data.uses_history,
+        }
+        if self.rollout.max_staleness > 1 and (setting := next(filter(needs_order.get, needs_order), None)):
+            raise ValueError(
+                f"rollout.max_staleness={self.rollout.max_staleness} lets steps take groups as they finish, "
+                f"and {setting} needs all groups of a step before the next; leave it out, or use "
+                "rollout.max_staleness=0 or 1."
+            )
         return self
 
     @model_validator(mode="after")

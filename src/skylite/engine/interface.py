@@ -25,8 +25,8 @@ BASE_NAME = "base"
 
 
 def served_versions(config: TrainConfig) -> int:
-    """How many adapters an engine samples from at once: engine.max_loras. Of a run, one, and two if it
-    samples ahead.
+    """How many adapters an engine samples from at once: engine.max_loras. Of a run one, and one for each
+    version of rollout.max_staleness.
 
     On-policy no request for k is left when k + 1 is loaded. An engine holds one adapter more than it samples
     from at once, so a restarted one can load both. Of several policies each may be about to load one.

@@ -78,7 +78,7 @@ def _shares(values: Any) -> Shares:
 
 @dataclass(slots=True)
 class JudgeCounts:
-    """What the judge did for a step."""
+    """What the judge did since the step before."""
 
     calls: int = 0
     cached: int = 0
@@ -107,16 +107,16 @@ class Judge:
     config: TrainConfig
     server: JudgeServer
     answers: JudgeAnswers
-    _counts: dict[int, JudgeCounts] = field(default_factory=dict)
+    _counts: JudgeCounts = field(default_factory=JudgeCounts)
 
     @property
     def settings(self) -> JudgeConfig:
         return self.config.reward.judge
 
-    def step_metrics(self, step: int) -> dict[str, float]:
-        """The metrics of a step, which are then forgotten. Requests of evaluations are not counted."""
-        repeated = self.server.take_repeated()
-        return {**self._counts.pop(step, JudgeCounts()).metrics(), "judge/repeated": float(repeated)}
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of what it did since the last call. Requests of evaluations are not counted."""
+        repeated, counts, self._counts = self.server.take_repeated(), self._counts, JudgeCounts()
+        return {**counts.metrics(), "judge/repeated": float(repeated)}
 
     async def judged(self, group: Group, request: GroupRequest, index: int) -> Group | None:
         """The group with the judge's scores. None if one has none and reward.judge.on_unparsed is drop.
@@ -128,7 +128,7 @@ class Judge:
         is_first = not self.config.env.episode and self.config.reward.functions[0] == JUDGE
         if request.step == EVAL_STEP and not is_first:
             return group
-        counts = self._counts.setdefault(request.step, JudgeCounts())
+        counts = JudgeCounts() if request.step == EVAL_STEP else self._counts
         texts = [self._text(t) for t in group.trajectories]
         try:
             votes = await gather_or_cancel(

@@ -3,7 +3,7 @@
 Two tasks run side by side. `sample_steps` samples each step once its adapter version is verified, and writes
 the rollout file for the trainer. `record_steps` loads and verifies each new adapter and records the step.
 On-policy, they take turns. With rollout.max_staleness = 1, the version for step k + 1 is verified before step
-k is trained.
+k is trained. With 2 or more, `sample_unordered` takes the place of `sample_steps`.
 
 Consumes: adapters and step files of the trainer. Waits for: the trainer's step, the engines' loads.
 Produces: rollout files, metrics.jsonl. Unblocks: the trainer, and sampling of the next step.
@@ -31,7 +31,7 @@ from skylite.rollout.held_out import evaluate_at_start, evaluate_held_out, is_ev
 from skylite.rollout.judge_rollouts import RolloutJudge, mean_gap
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.prompt_check import unopened_tag
-from skylite.rollout.sampling import SampledStep, sample_step
+from skylite.rollout.sampling import SampledStep, sample_step, with_teacher
 from skylite.rollout.session import Session
 from skylite.rollout.step_metrics import (
     Interval,
@@ -41,6 +41,7 @@ from skylite.rollout.step_metrics import (
     step_metrics,
     trainer_metrics,
 )
+from skylite.rollout.unordered_steps import Stream, taken_before
 from skylite.run.metrics_file import append_metrics, read_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name, sampling_version
@@ -104,6 +105,8 @@ class StepQueues:
     """Steps with a written rollout file, in order, for `record_steps`. None: there is no further step."""
     sampling: dict[int, Interval] = field(default_factory=dict)
     """Step -> when it was sampled; the end is inf until sampling ends."""
+    requests: dict[int, Interval] = field(default_factory=dict)
+    """Batch -> when engines worked on it. `sample_steps` has a batch a step, with the times above."""
 
 
 async def run_steps(session: Session) -> int:
@@ -123,7 +126,9 @@ async def run_steps(session: Session) -> int:
     # A run that died after its last step has only the final evaluation left.
     last = plan.last_step
     if plan.first_step <= last:
-        tasks = (sample_steps(session, queues), record_steps(session, queues))
+        is_ordered = plan.config.rollout.max_staleness < 2
+        sampler = sample_steps(session, queues) if is_ordered else sample_unordered(session, queues)
+        tasks = (sampler, record_steps(session, queues))
         last, _ = await gather_or_cancel([asyncio.create_task(task) for task in tasks])
     await unload_before(session, before=last)
     if last == plan.config.num_steps or last < plan.last_step:  # the run is done, and not at a pause
@@ -135,6 +140,7 @@ async def sample_steps(session: Session, queues: StepQueues) -> int:
     """Sample every step in order, and write its rollout file. Returns the last step."""
     plan, progress = session.plan, session.progress
     source, last = await queues.versions.get(), plan.last_step
+    queues.requests = queues.sampling
     for step in range(plan.first_step, last + 1):
         if text := _too_few_prompts(session, step):
             logger.info(text)
@@ -151,14 +157,48 @@ async def sample_steps(session: Session, queues: StepQueues) -> int:
             sample_step(session, step, source), unload_before(session, before=version)
         )
         queues.sampling[step] = (started, time.monotonic())
-        progress.event("sampling_ended", step=step, version=version)
-        if not sampled.stored:
-            write_rollouts(plan.run.rollout_path(step), sampled.groups)
-        progress.event("rollouts_written", step=step, version=version)
-        queues.samples.put_nowait(sampled)
+        hand_over(session, queues, step, sampled, version)
     # The last version is still to come; the one before it may be evaluated.
     await unload_before(session, before=last - 1)
     return last
+
+
+def hand_over(session: Session, queues: StepQueues, step: int, sampled: SampledStep, version: int) -> None:
+    """Write the rollout file for the trainer, unless an earlier process did."""
+    session.progress.event("sampling_ended", step=step, version=version)
+    if not sampled.stored:
+        write_rollouts(session.plan.run.rollout_path(step), sampled.groups, sampled.batches)
+    session.progress.event("rollouts_written", step=step, version=version)
+    queues.samples.put_nowait(sampled)
+
+
+async def sample_unordered(session: Session, queues: StepQueues) -> int:
+    """Write the rollout file of every step from the groups that are finished first. Returns the last step."""
+    plan, step = session.plan, session.plan.first_step
+    newest = await queues.versions.get()
+    while plan.run.rollout_path(step).exists() and step <= plan.last_step:
+        queues.sampling[step] = (time.monotonic(), time.monotonic())
+        hand_over(session, queues, step, await sample_step(session, step, newest), newest.version)
+        step += 1
+    stream = Stream(session, newest, taken_before(session, step), queues.requests)
+    following = asyncio.create_task(stream.follow(queues.versions))
+    try:
+        # After the last step, versions are still to come, for which older ones make room on the engines.
+        while step <= plan.last_step or stream.adapter.version < plan.last_step - 1:
+            await unload_before(session, before=stream.oldest)
+            stream.start(step)
+            if step > plan.last_step or (chosen := stream.take(step)) is None:
+                await stream.wait()
+                continue
+            begins, ends = zip(*(finished.sampled for finished in chosen), strict=True)
+            queues.sampling[step] = (min(begins), max(ends))
+            sampled = await with_teacher(session, stream.sampled(chosen))
+            hand_over(session, queues, step, sampled, min(finished.version for finished in chosen))
+            step += 1
+    finally:
+        following.cancel()
+        stream.cancel()
+    return plan.last_step
 
 
 def _too_few_prompts(session: Session, step: int) -> str:
@@ -203,7 +243,7 @@ async def record_steps(session: Session, queues: StepQueues) -> int:
         if not is_evaluated:
             queues.versions.put_nowait(adapter)
         trained[step], now = trainer_step.trained, time.monotonic()
-        times = step_timings((recorded, now), queues.sampling, trained, step, sync_s)
+        times = step_timings((recorded, now), queues, trained, step, sync_s)
         recorded = now
         metrics = step_metrics(step, sampled, trainer_step.metrics, report, times)
         metrics["restarts"] = sum(progress.restarts.values())
@@ -281,10 +321,11 @@ def _judged(judge: RolloutJudge, step: int, gaps: Mapping[str, Any], canary: Can
 
 
 def step_timings(
-    window: Interval, sampling: dict[int, Interval], trained: dict[int, Interval], step: int, sync_s: float
+    window: Interval, queues: StepQueues, trained: dict[int, Interval], step: int, sync_s: float
 ) -> StepTimings:
     """Timings of a step. `window`: from the record of the step before to the record of this one."""
-    busy = [interval for steps in (sampling, trained) for k, interval in steps.items() if k >= step - 1]
+    sampling = queues.sampling
+    busy = [i for times in (queues.requests, trained) for i in times.values() if i[1] >= window[0]]
     return StepTimings(
         rollout_s=sampling[step][1] - sampling[step][0],
         step_s=window[1] - window[0],
@@ -301,6 +342,8 @@ def initial_versions(session: Session) -> list[int]:
     in memory, after a reboot), the first step is sampled from the newest; its rollouts record that.
     """
     newest = session.plan.first_step - 1
+    if session.plan.config.rollout.max_staleness > 1:  # batches start from the newest
+        return [newest]
     source = sampling_version(session.plan.first_step, session.plan.config.rollout.max_staleness)
     if not session.adapter(source).path.exists():
         logger.warning(

@@ -33,10 +33,18 @@ async def sample_step(session: Session, step: int, adapter: AdapterVersion) -> S
         return SampledStep(groups=await asyncio.to_thread(read_rollouts, stored), stored=True)
     chosen: list[Prompt] = []
     sampled = await _sample_step(session, step, adapter, chosen)
-    counts = {} if session.judge is None else session.judge.step_metrics(step)
+    counts: dict[str, float] = {}
     if (history := session.history) is not None:
         counts["prompts/retired"] = float(len(history.prompts) - history.num_active(step))
         history.record(step, chosen, [*sampled.groups, *sampled.left_out])
+    return await with_teacher(session, replace(sampled, counts=counts))
+
+
+async def with_teacher(session: Session, sampled: SampledStep) -> SampledStep:
+    """The groups of a step, scored by a teacher's server; with its metrics and the judge's."""
+    counts = dict(sampled.counts)
+    if session.judge is not None:
+        counts |= session.judge.take_metrics()
     if session.teacher is not None:
         taught, of_teacher = await session.teacher.taught(sampled.groups)
         sampled, counts = replace(sampled, groups=taught), counts | of_teacher
@@ -95,8 +103,15 @@ async def sample_groups(
 
     `first_index`: number of the first prompt within the step. The request seeds depend on the prompt numbers.
     """
+    request = request_of(session, step, adapter, first_index)
+    with long_work(f"sampling step {step}", len(prompts)) as work:
+        return await session.source.sample(prompts, request, lambda _: work.advance())
+
+
+def request_of(session: Session, step: int, adapter: AdapterVersion, first_index: int = 0) -> GroupRequest:
+    """A request for groups of a step, from `adapter`."""
     rollout = session.plan.config.rollout
-    request = GroupRequest(
+    return GroupRequest(
         model=adapter.name,
         version=adapter.version,
         engines=session.engines.engines,
@@ -105,8 +120,6 @@ async def sample_groups(
         step=step,
         first_index=first_index,
     )
-    with long_work(f"sampling step {step}", len(prompts)) as work:
-        return await session.source.sample(prompts, request, lambda _: work.advance())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +137,8 @@ class SampledStep:
     points (reward.judge.on_unparsed=drop)."""
     counts: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the judge, of a teacher's server and of the prompts' history."""
+    batches: Sequence[int] = ()
+    """Of each group, the batch that it started with (unordered_steps.py). Empty: that of the step."""
     stored: bool = False
     """Read from the rollout file of an earlier attempt (resumed run)."""
 

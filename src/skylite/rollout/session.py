@@ -75,7 +75,9 @@ Event = Literal[
 ]
 """Extra fields of the events:
 
-- sampling_* and rollouts_written: "step", and "version" of the adapter that is sampled from
+- sampling_* and rollouts_written: "step", and "version" of the adapter that is sampled from. With
+  rollout.max_staleness of 2 or more, sampling_started has the number of a batch as "step"; the others the
+  oldest version
 - trainer_step_seen (the parent has read the trainer's result of a step): "step"
 - adapter_*: "version"
 - engine_* (of engine.urls): "engine", its number

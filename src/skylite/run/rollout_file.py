@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -15,7 +16,7 @@ import pyarrow.parquet as pq
 
 from skylite.errors import DataError
 from skylite.run.files import atomic_file
-from skylite.run.parquet_file import read_parquet
+from skylite.run.parquet_file import read_parquet, read_parquet_schema
 from skylite.types import (
     TEACHER_LOGPROBS,
     TEACHER_TOP_IDS,
@@ -29,6 +30,7 @@ from skylite.types import (
     TrainingExample,
     Trajectory,
 )
+from skylite.untrusted_text import parse_json
 
 EXAMPLE_SCHEMA = pa.schema(
     [
@@ -82,6 +84,8 @@ ROLLOUT_SCHEMA = pa.schema(
         ("answer", pa.string()),
     ]
 )
+_BATCHES = b"skylite.batches"
+"""Key of the file: a JSON list with the batch of each group, if the run does not sample in order."""
 TRAJECTORY_COLUMNS = ("reward", "penalty", "feedback", "end", "has_turn_rewards")
 """Columns that must be equal in all rows of a trajectory."""
 TOPS = (TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS)
@@ -89,11 +93,12 @@ TOPS = (TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS)
 NULLABLE = ("sampling_logprobs", "teacher_prompt", TEACHER_LOGPROBS, *TOPS)
 
 
-def write_rollouts(path: Path, groups: Sequence[Group]) -> None:
-    """Write a step's groups atomically. Raises WriteFailed."""
+def write_rollouts(path: Path, groups: Sequence[Group], batches: Sequence[int] = ()) -> None:
+    """Write a step's groups atomically, and of which batch each is. Raises WriteFailed."""
     rows = zip(examples_of(groups), _texts_of(groups), strict=True)
     table = pa.Table.from_pylist(
-        [_example_row(example) | text for example, text in rows], schema=ROLLOUT_SCHEMA
+        [_example_row(example) | text for example, text in rows],
+        schema=ROLLOUT_SCHEMA.with_metadata({_BATCHES: json.dumps(list(batches))} if batches else None),
     )
     with atomic_file(path, table.nbytes) as temporary:
         pq.write_table(table, temporary, compression="zstd")
@@ -234,6 +239,20 @@ def read_rollouts(path: Path) -> list[Group]:
             path, f"its groups have {sizes} trajectories, and every group must have the same number"
         )
     return groups
+
+
+def read_batches(path: Path, step: int) -> list[tuple[int, str]]:
+    """Of each group of a step, the batch and the prompt's id. Raises DataError.
+
+    In an ordered run the batch is that of the step.
+    """
+    prompts = {row["group"]: row["prompt_id"] for row in _read(path, ["group", "prompt_id"])}
+    try:
+        written = (read_parquet_schema(path).metadata or {}).get(_BATCHES)
+        batches = [step] * len(prompts) if written is None else parse_json(written)
+        return [(int(b), prompts[g]) for b, g in zip(batches, sorted(prompts), strict=True)]
+    except (OSError, ValueError, TypeError, pa.ArrowException) as error:
+        raise _unusable(path, f"its list of batches cannot be read ({error})") from None
 
 
 def mean_reward(path: Path) -> float:
