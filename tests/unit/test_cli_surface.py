@@ -41,6 +41,7 @@ FLAGS = {
         "--step", "--best", "--merge", "--merge-into", "--dtype", "--gguf", "--out", "--base-name",
         "--check-vllm", "--push", "--public", "--json", *LOGGING,
     },
+    "worker": {"--join", "--interface", "--set", *LOGGING},
     "replay": {"--set", "--step", "--json", *LOGGING},
     "serve": {"--model", "--step", "--host", "--port", "--set", *LOGGING},
     "service": {
@@ -77,6 +78,7 @@ def test_the_flags_are_unchanged() -> None:
 WITHOUT_JSON = {
     "train": "--dry-run prints JSON; watch --json follows a run",
     "sweep": "watch --json follows each of its runs; report --json compares them",
+    "worker": "watch --json follows the run",
     "serve": "runs until it is stopped",
     "service": "runs until it is stopped",
     "chat": "a conversation",

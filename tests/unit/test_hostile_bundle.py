@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -133,6 +134,17 @@ def test_eval_and_replay_of_its_runs(bundle: Bundle, kind: str) -> None:
     program = "a Python program that you have not named on this machine yourself"
     refused(["eval", f"run-{kind}"], program if kind == "programs" else "is not an adapter folder")
     refused(["replay", f"run-{kind}", "--step", "1"], program if kind == "programs" else "is not a published")
+
+
+@pytest.mark.parametrize("kind", ["programs", "links"])
+def test_a_machine_that_joins_its_run(bundle: Bundle, kind: str) -> None:
+    config = bundle.folder / f"run-{kind}" / "config.json"
+    tree = json.loads(config.read_text())
+    tree["config"]["trainer"] |= {"hosts": 2, "interface": "lo"}
+    config.write_text(json.dumps(tree))
+    program = "a Python program that you have not named on this machine yourself"
+    words = program if kind == "programs" else "is a link out of the run"
+    refused(["worker", "--join", f"run-{kind}"], words)
 
 
 def test_a_link_in_place_of_what_a_command_writes_below_a_run(bundle: Bundle) -> None:

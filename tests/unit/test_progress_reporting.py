@@ -19,7 +19,7 @@ from skylite.cli.report import report
 from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.hub.hub_client import download_bar
 from skylite.progress_reporting import LongWork, duration, long_work, show_long_work
-from skylite.rollout import replay
+from skylite.rollout import replay, trainer_process
 from skylite.ui import progress_line
 from skylite.ui.dashboard import Screen
 from skylite.ui.live_panel import panel_lines
@@ -57,9 +57,8 @@ def test_verify_and_report_count_what_they_read(tmp_path: Path) -> None:
 def test_a_replay_counts_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = finished_run(tmp_path / "run")
     same = replay.ReplayResult(step=1, start=0, num_tensors=1, differences={})
-    monkeypatch.setattr(
-        replay, "trainer_command", lambda root, *_, **__: [sys.executable, "-c", FAKE_TRAINER, str(root)]
-    )
+    command = [sys.executable, "-c", FAKE_TRAINER]
+    monkeypatch.setattr(trainer_process, "trainer_command", lambda root, *_, **__: [*command, str(root)])
     monkeypatch.setattr(replay, "compare", lambda *_: same)
     with recorded_work() as found:
         assert asyncio.run(replay.replay_step(run, 1, {})) == same

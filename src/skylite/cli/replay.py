@@ -19,18 +19,20 @@ from skylite.rollout.trusted_programs import allow_algorithm
 from skylite.run.run_dir import RunDir
 from skylite.ui.logs import show
 
+NAMES_PROGRAMS = typer.Option(
+    "--set",
+    metavar="A.B=VALUE",
+    help="Name a program that the run uses. Changes no setting. Default: the programs that you named for "
+    "earlier runs.",
+)
+
 
 def replay(
     target: RunFolder,
     step: Annotated[int, typer.Option(min=1, help="The step to train again.")],
     set_: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="A.B=VALUE",
-            help="Name a program that the run uses. Changes no setting. Default: the programs that you named "
-            "for earlier runs.",
-        ),
+        NAMES_PROGRAMS,
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -46,7 +48,7 @@ def replay(
         sys.exit(1)
 
 
-def allow_programs(run: RunDir, provenance: Provenance) -> dict[str, str]:
+def allow_programs(run: RunDir, provenance: Provenance, command: str = "replay") -> dict[str, str]:
     """Check that advantage and policy loss may run. Returns spec -> sha256 of their files.
 
     Raises ConfigError if they may not, or if --set changes a setting.
@@ -55,7 +57,7 @@ def allow_programs(run: RunDir, provenance: Provenance) -> dict[str, str]:
     if change_config(recorded, provenance) != change_config(recorded, NOTHING_TYPED):
         typed = " ".join(f"--set {name}={word.value}" for name, word in provenance.typed.items())
         raise ConfigError(
-            f"skylite replay uses the run's own settings, and {typed} would change them.",
+            f"skylite {command} uses the run's own settings, and {typed} would change them.",
             "Leave it out; here --set only names a program that the run uses.",
         )
     return allow_algorithm(recorded, replace(provenance, file=run.config_path))

@@ -130,6 +130,7 @@ def plan_together(
     `plan`: of a policy, with memory for so many of it. Raises ConfigError if `asked` does not fit.
     """
     from skylite.engine.start_engines import refuse_urls
+    from skylite.processes.hosts import require_one_host
 
     plans: dict[str, RunPlan] = {}
     together = wanted = min(asked or most, most)
@@ -139,6 +140,7 @@ def plan_together(
         try:
             plans[waiting[0]] = plan(waiting[0], together)
             refuse_urls(plans[waiting[0]].config, "sweep")
+            require_one_host(plans[waiting[0]].config, "a sweep")
         except DoesNotFit as error:
             if together == 1:
                 raise

@@ -47,7 +47,13 @@ class TrainerConfig(Section):
     """The trainer processes."""
 
     num_ranks: int = Field(1, ge=1)
-    """Trainer processes that torchrun starts; one per GPU."""
+    """Trainer processes that torchrun starts on a machine; one per GPU."""
+    hosts: int = Field(1, ge=1)
+    """Machines that train together, with num_ranks each, over a folder that they share. This one starts the
+    run; on each of the others `skylite worker --join RUN` does its part."""
+    interface: str | None = None
+    """Network interface of the ranks if there are several hosts, such as eth1. They trust whatever connects
+    to them there: only machines that you trust may reach it."""
     tokens_per_micro_batch: Literal["auto"] | Annotated[int, Field(ge=16)] = 4096
     """Tokens per forward pass; shared prefixes count once, padding counts fully. auto: the most that fit,
     measured at the start, at most 65536. Lower it if the trainer runs out of memory. Unless you set it: auto
@@ -78,6 +84,16 @@ class TrainerConfig(Section):
     deterministic: bool = False
     """Use only algorithms that give the same bits every time, and a recorded number of threads. torch raises
     RuntimeError if a GPU has no such algorithm."""
+
+    @model_validator(mode="after")
+    def check_hosts(self) -> Self:
+        if (self.hosts > 1) != (self.interface is not None):
+            raise ValueError(
+                f"trainer.hosts={self.hosts} and trainer.interface={self.interface} do not go together: "
+                "ranks of several machines need the network interface to use, and those of one use none; set "
+                "both, or none of them."
+            )
+        return self
 
     @model_validator(mode="after")
     def check_base(self) -> Self:

@@ -16,6 +16,7 @@ import psutil
 
 from skylite.config.train import TrainConfig
 from skylite.errors import ConfigError
+from skylite.processes.hosts import check_interface
 
 REAPER = Path(__file__).with_name("reaper.py")
 FIRST_PERSON = 1000
@@ -47,8 +48,11 @@ def check_network(config: TrainConfig, *, ranks: bool = True, isolated: bool = T
 
     `ranks`: whether trainer ranks start, too. `isolated`: whether the child may have a network of its own.
     """
+    trainer = config.trainer
+    if ranks and trainer.interface is not None:
+        check_interface(trainer.interface)
     counts = {
-        "trainer.num_ranks": config.trainer.num_ranks if ranks else 1,
+        "trainer.num_ranks": trainer.num_ranks if ranks and trainer.hosts == 1 else 1,
         "engine.tensor_parallel": config.engine.tensor_parallel,
     }
     several = " and ".join(f"{name}={value}" for name, value in counts.items() if value > 1)

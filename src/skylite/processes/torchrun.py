@@ -9,8 +9,9 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from skylite.processes.child_env import FEW_PRODUCTS, LOOPBACK_ONLY, TBB_MALLOC, preload_env
+from skylite.processes.child_env import FEW_PRODUCTS, TBB_MALLOC, preload_env
 from skylite.processes.gpus import cuda_env
+from skylite.processes.hosts import Start, interface_env
 
 SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 """Variables by which a user says how threads wait for each other.
@@ -22,34 +23,46 @@ one busy program on two cores (benchmarks/NOTES.md).
 
 
 def trainer_command(
-    run: Path, rendezvous: Path, num_ranks: int, *, resume: bool = False, sweep: bool = False
+    run: Path, rendezvous: Path, num_ranks: int, start: Start, *, host: int = 0, sweep: bool = False
 ) -> list[str]:
-    """torchrun with skylite.trainer.worker, for the run folder `run`, or that of a `sweep`."""
-    words = [str(run), *["--resume"] * resume, *["--sweep"] * sweep]
-    return torchrun_command(rendezvous, num_ranks, "skylite.trainer.worker", words)
+    """torchrun with skylite.trainer.worker, for the run folder `run`, or that of a `sweep`.
+
+    `host`: number of this machine, if the run has several.
+    """
+    words = [str(run), *["--resume"] * start.resume, *["--sweep"] * sweep]
+    words += ["--host", str(host)] if host else []
+    return torchrun_command(rendezvous, num_ranks, "skylite.trainer.worker", words, start.id, host)
 
 
-def torchrun_command(rendezvous: Path, num_ranks: int, module: str, words: Sequence[str]) -> list[str]:
+def torchrun_command(
+    rendezvous: Path, num_ranks: int, module: str, words: Sequence[str], start_id: str = "", host: int = 0
+) -> list[str]:
     """torchrun with `num_ranks` processes of a module on this machine.
 
     Args:
         rendezvous: an existing folder for the rendezvous files of torchrun and the ranks.
         words: the module's arguments.
+        start_id: names the files of the ranks; empty: a new one.
+        host: names those of this machine's torchrun.
     """
     # Not --standalone: it opens a TCP store on all interfaces without a key, and unpickles what it receives
     # there. The ranks use another file store (model/process_group.py). The keep-alive interval is long,
     # because each message grows the file and no other machine waits for it.
-    start = uuid.uuid4().hex
-    options = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", str(rendezvous / start)]
+    start = start_id or uuid.uuid4().hex
+    own = rendezvous / (f"{start}-torchrun-{host}" if host else start)
+    options = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", str(own)]
     options += ["--rdzv-conf", "store_type=file,keep_alive_interval=3600", "--rdzv-id", start]
     command = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", str(num_ranks)]
     return [*command, "-m", module, *words]
 
 
-def trainer_env(num_threads: int, gpus: Sequence[int] = ()) -> dict[str, str]:
-    """Variables added to the parent's environment: threads per rank, allocator, offline hub, GPUs."""
+def trainer_env(num_threads: int, gpus: Sequence[int] = (), interface: str | None = None) -> dict[str, str]:
+    """Variables added to the parent's environment: threads per rank, allocator, offline hub, GPUs.
+
+    `interface`: where ranks of several machines listen.
+    """
     return {
-        **LOOPBACK_ONLY,
+        **interface_env(interface),
         **cuda_env(gpus),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(num_threads),

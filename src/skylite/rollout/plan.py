@@ -330,6 +330,11 @@ def device_defaults(config: TrainConfig, device: Device) -> tuple[TrainConfig, l
             tokens, reason = CPU_MICRO_BATCH_TOKENS, "larger ones are slower on a CPU and need more memory"
         update["tokens_per_micro_batch"] = tokens
         notes.append(f"trainer.tokens_per_micro_batch={tokens}: {reason}")
+    if trainer.hosts > 1:
+        notes.append(
+            f"{trainer.hosts} machines train, {trainer.num_ranks} rank(s) each, over {trainer.interface}: "
+            "ranks trust whatever connects to them there"
+        )
     if device == "cuda" and "attention" not in trainer.model_fields_set:
         update["attention"] = "flex"
         notes.append("trainer.attention=flex: the default on a GPU")

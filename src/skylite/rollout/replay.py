@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from skylite.config.loading import read_run_config
 from skylite.config.resolved import Trust
 from skylite.config.train import RunConfig
 from skylite.errors import ChildDied, ConfigError, ModelError, RunFailed
-from skylite.processes.child import ProcessSpec, Supervisor
-from skylite.processes.hardware import threads_per_rank
+from skylite.processes.child import Supervisor
+from skylite.processes.hosts import Start, require_one_host
 from skylite.processes.own_network import check_network
 from skylite.processes.private_folders import temporary_folder
-from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.progress_reporting import long_work
 from skylite.resources.gpu_placement import place_ranks
 from skylite.rollout.shutdown import ask_trainer_to_end
+from skylite.rollout.trainer_process import trainer_process
 from skylite.run.checkpoint_folder import checkpoint_steps, verify_checkpoint
 from skylite.run.files import write_json
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name
@@ -49,7 +50,9 @@ async def replay_step(run: RunDir, step: int, programs: Mapping[str, str]) -> Re
     Raises ConfigError if the adapter or the rollouts are not stored, or if this machine lacks the run's GPUs;
     ModelError if the adapter is damaged.
     """
-    recorded = place_ranks(read_run_config(run.config_path))
+    recorded = read_run_config(run.config_path)
+    require_one_host(recorded.config, "a replay")
+    recorded = place_ranks(recorded)
     allowed = recorded.resolved.model_copy(update={"trust": Trust(programs=dict(programs))})
     recorded = recorded.model_copy(update={"resolved": allowed})
     original = stored_adapter(run, recorded, step)
@@ -152,16 +155,8 @@ async def _train(run: RunDir, recorded: RunConfig, start: int, step: int) -> Non
     """Run the trainer until it publishes `step`. Raises RunFailed, also if a step exceeds the time limit."""
     trainer = recorded.config.trainer
     check_network(recorded.config)
-    spec = ProcessSpec(
-        name=TRAINER,
-        argv=trainer_command(run.root, run.rendezvous, trainer.num_ranks, resume=True),
-        env=trainer_env(
-            trainer.num_threads or threads_per_rank(trainer.num_ranks), recorded.resolved.placement.rank_gpus
-        ),
-        log_path=run.log_path(TRAINER),
-        own_network=not recorded.config.shared_network,
-        is_done=run.trainer_step_path(step).exists,
-    )
+    spec = trainer_process(run, recorded, Start(uuid.uuid4().hex, resume=True))
+    spec = replace(spec, is_done=run.trainer_step_path(step).exists)
     async with Supervisor() as supervisor:
         supervisor.start(spec)
         try:

@@ -299,6 +299,8 @@ reward.judge: how a question gets its answer, not what it is.
 trainer.offload only changes where the base and the AdamW moments are stored."""
 ROUNDING_CHANGES = (
     "trainer.num_ranks",
+    "trainer.hosts",
+    "trainer.interface",
     "trainer.replicate_base",
     "trainer.num_threads",
     "trainer.tokens_per_micro_batch",

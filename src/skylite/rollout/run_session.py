@@ -12,6 +12,7 @@ import contextlib
 import logging
 import secrets
 import time
+import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -49,10 +50,9 @@ from skylite.errors import (
     write_failed,
 )
 from skylite.loggers.logger_processes import LoggerProcess, start_loggers
-from skylite.processes.child import ProcessSpec, Supervisor, poll
+from skylite.processes import hosts
+from skylite.processes.child import Supervisor, poll
 from skylite.processes.file_tree import remove_tree
-from skylite.processes.hardware import threads_per_rank
-from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.progress_reporting import long_work
 from skylite.report.read_run import read_facts
 from skylite.rollout.failures import TRAINER, explain_failure, may_resume, with_next_commands
@@ -68,7 +68,9 @@ from skylite.rollout.shutdown import (
     run_until_stopped,
 )
 from skylite.rollout.sources import source_for
+from skylite.rollout.trainer_process import trainer_process
 from skylite.run.files import write_json
+from skylite.run.host_places import announce
 from skylite.run.metrics_file import null_to_nan, read_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import adapter_name
@@ -140,7 +142,7 @@ class OwnProcesses:
         )
         self._watchdogs = await stack.enter_async_context(starting)
         progress.event("engines_started")
-        supervisor.start(_trainer_spec(plan, start.resume))
+        start_trainer(start, supervisor)
 
     async def engines(self, start: Start, stack: contextlib.AsyncExitStack) -> Sequence[RetryingEngine]:
         return await stack.enter_async_context(
@@ -167,7 +169,7 @@ class UrlProcesses(OwnProcesses):
     async def start(self, start: Start, stack: contextlib.AsyncExitStack) -> None:
         # These engines outlive the run, and each start may publish its versions again, with other bits.
         self.owner = secrets.token_hex(4)
-        start.supervisor.start(_trainer_spec(start.plan, start.resume))
+        start_trainer(start, start.supervisor)
 
     async def engines(self, start: Start, stack: contextlib.AsyncExitStack) -> Sequence[RetryingEngine]:
         plan = start.plan
@@ -395,18 +397,17 @@ async def wait_for_trainer_exit(plan: RunPlan, exited: Coroutine[Any, Any, None]
         ) from None
 
 
-def _trainer_spec(plan: RunPlan, resume: bool) -> ProcessSpec:
-    trainer = plan.config.trainer
-    return ProcessSpec(
-        name=TRAINER,
-        argv=trainer_command(plan.run.root, plan.run.rendezvous, trainer.num_ranks, resume=resume),
-        env=trainer_env(
-            trainer.num_threads or threads_per_rank(trainer.num_ranks), plan.resolved.placement.rank_gpus
-        ),
-        log_path=plan.run.log_path(TRAINER),
-        own_network=not plan.config.shared_network,
-        is_done=plan.run.trainer_step_path(plan.config.num_steps).exists,
-    )
+def start_trainer(start: Start, supervisor: Supervisor) -> None:
+    """Start the ranks of this machine, and let the others know."""
+    plan, trainer = start.plan, start.plan.config.trainer
+    begun = hosts.Start(uuid.uuid4().hex, start.resume)
+    if trainer.hosts > 1:
+        announce(plan.run.rendezvous, begun)
+        logger.info(
+            f"{trainer.hosts} machines train together: on each of the others, run "
+            f"`skylite worker --join {plan.run.root}`"
+        )
+    supervisor.start(trainer_process(plan.run, plan.run_config, begun))
 
 
 async def start_tokenizer(plan: RunPlan, stack: contextlib.AsyncExitStack) -> ChatTokenizer:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,7 @@ from skylite.errors import ChildDied, RunFailed, SkyliteError, convert_os_errors
 from skylite.processes.child import Child, ProcessSpec, Supervisor, child_died, poll
 from skylite.processes.file_tree import remove_tree
 from skylite.processes.hardware import threads_per_rank
+from skylite.processes.hosts import Start as TrainerStart
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.report.alarms import find_alarms
 from skylite.report.read_run import read_facts
@@ -115,7 +117,13 @@ class SharedProcesses:
         threads = config.trainer.num_threads or threads_per_rank(config.trainer.num_ranks)
         spec = ProcessSpec(
             name=TRAINER,
-            argv=trainer_command(self.sweep.root, shared.rendezvous, config.trainer.num_ranks, sweep=True),
+            argv=trainer_command(
+                self.sweep.root,
+                shared.rendezvous,
+                config.trainer.num_ranks,
+                TrainerStart(uuid.uuid4().hex, resume=False),
+                sweep=True,
+            ),
             env=trainer_env(threads, self.plan.resolved.placement.rank_gpus),
             log_path=shared.log_path(TRAINER),
             own_network=not config.shared_network,

@@ -23,6 +23,7 @@ from skylite.hub.resolve import ResolvedModel
 from skylite.notes import log_notes, notes_of
 from skylite.processes.file_tree import remove_tree
 from skylite.processes.hardware import choose_device, machine_facts
+from skylite.processes.hosts import require_one_host
 from skylite.rollout.plan import choose_model, choose_placement, device_defaults
 from skylite.rollout.trusted_programs import allow_launcher
 from skylite.run.files import write_json
@@ -103,6 +104,7 @@ def plan_base(config: TrainConfig, folder: Path, provenance: Provenance) -> Base
     if run.config_path.exists() and not (run.root / MARK).exists():
         raise ConfigError(f"{folder} holds something else than a service.", "Choose another folder.")
     refuse_urls(config, "service")
+    require_one_host(config, "a service")
     programs = allow_launcher(config, provenance)
     launcher = load_launcher(config, programs)
     config, device_notes = device_defaults(config, device)

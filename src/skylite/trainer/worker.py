@@ -29,7 +29,9 @@ from typing import TYPE_CHECKING, NoReturn
 from skylite.config.loading import read_run_config
 from skylite.config.train import RunConfig
 from skylite.errors import OutOfMemory, SkyliteError, WriteFailed
+from skylite.processes.hosts import number_ranks
 from skylite.run.files import write_json
+from skylite.run.host_places import wait_for_hosts
 from skylite.run.run_dir import RunDir
 from skylite.run.sweep_dir import SweepDir
 
@@ -43,6 +45,7 @@ def main() -> NoReturn:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--host", type=int, default=0, help="number of this machine")
     arguments = parser.parse_args()
     run, sweep = RunDir(arguments.run_dir.resolve()), None
     if arguments.sweep:
@@ -53,7 +56,7 @@ def main() -> NoReturn:
         if sweep is not None:
             run_sweep_trainer(sweep)
         else:
-            run_trainer(run, resume=arguments.resume)
+            run_trainer(run, resume=arguments.resume, host=arguments.host)
     except SkyliteError as error:
         report_failure(run, error)
         exit_now(1)
@@ -85,9 +88,13 @@ def exit_with_traceback(
     exit_now(1)
 
 
-def run_trainer(run: RunDir, resume: bool) -> None:
+def run_trainer(run: RunDir, resume: bool, host: int = 0) -> None:
     """Join the process group and run the training loop."""
     run_config = read_run_config(run.config_path)
+    if (hosts := run_config.config.trainer.hosts) > 1:
+        number_ranks(host, hosts)
+        timeout_s = run_config.config.trainer.step_timeout_s
+        wait_for_hosts(run.rendezvous, os.environ["TORCHELASTIC_RUN_ID"], hosts, timeout_s)
     from skylite.trainer.loop import train
 
     with joined_group(run_config, run.rendezvous) as dist:
