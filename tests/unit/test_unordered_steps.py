@@ -7,11 +7,13 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 from skylite.data.prompt_order import prompts_for_step
+from skylite.environments.single_turn import SingleTurn
 from skylite.errors import ConfigError, RunFailed, SyncFailed
 from skylite.rollout.resume import remove_after
 from skylite.rollout.session import read_events
@@ -19,7 +21,7 @@ from skylite.rollout.unordered_steps import Finished, room, take
 from skylite.run.metrics_file import read_metrics
 from skylite.run.rollout_file import read_batches
 from skylite.run.run_dir import RunDir
-from skylite.types import Group
+from skylite.types import Group, Prompt
 from tests.settings import load_config
 from tests.unit.data_cases import prompt
 from tests.unit.simulated_run import PROMPTS, run_of, times
@@ -161,6 +163,23 @@ def test_nothing_is_sampled_from_a_version_that_is_not_verified(tmp_path: Path) 
         run_of(tmp_path, 3, 6, wrong_version=2)
     started = [e for e in read_events(RunDir(tmp_path).events_path) if e["event"] == "sampling_started"]
     assert max(e["version"] for e in started) <= 1
+
+
+def test_a_group_that_is_left_out_is_replaced_by_a_later_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, sample = prompts_for_step(PROMPTS, 2, 2, 0)[0].id, SingleTurn._group
+
+    async def group(self: SingleTurn, request: Any, index: int, prompt: Prompt, ids: Any) -> Group | None:
+        return None if prompt.id == bad else await sample(self, request, index, prompt, ids)
+
+    monkeypatch.setattr(SingleTurn, "_group", group)
+    run, _, _ = run_of(tmp_path, 2, 6, sample_s=0.01, train_s=0.02)
+    found = [place for of_step in places(run).values() for place in of_step]
+    assert all(len(of_step) == 2 for of_step in places(run).values())
+    assert expected_places(6) - set(found) == {(2, bad)}
+    assert {number for number, _ in set(found) - expected_places(6)} == {7}
+    assert sum(m["groups/dropped"] for m in read_metrics(run.metrics_path)) == 1
 
 
 def test_a_failure_of_one_batch_ends_the_run(tmp_path: Path) -> None:

@@ -106,11 +106,11 @@ class Stream:
         while True:
             waiting = sum(batch.in_flight for batch in self.batches) + len(self.finished)
             needed = per_step * (last + 1 - step) - waiting
-            prompts = self._next_prompts()
             free = room(waiting, self.adapter.version, step=step, per_step=per_step, staleness=staleness)
-            if needed <= 0 or free < len(prompts):
+            prompts = self._next_prompts()[: max(0, needed)]
+            if not prompts or free < len(prompts):
                 return
-            self._start(prompts[:needed])
+            self._start(prompts)
 
     def _next_prompts(self) -> list[Prompt]:
         """Those of the next batch that are in no rollout file of an earlier process."""
