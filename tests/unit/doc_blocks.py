@@ -2,7 +2,7 @@
 
     <!-- file: NAME -->               the block is the content of this file, for the commands below it
     <!-- needs a GPU -->              not run here; also: needs the hub, needs to install packages,
-                                  needs a running server
+                                  needs a running server, needs a second machine; after ": " more words
     <!-- run on a finished run -->    tests/e2e/test_documented_commands.py runs these commands
     <!-- run by PATH::TEST -->        that test runs the same command; several are joined by ", "
     <!-- run with PACKAGE -->         tests/unit/test_doc_commands.py runs it where the packages are installed
@@ -28,7 +28,13 @@ PAGES = sorted(
 )
 """Pages whose commands are checked."""
 FILE, RUN_BY, RUN_WITH, ON_A_RUN = "file: ", "run by ", "run with ", "run on a finished run"
-REASONS = ("needs a GPU", "needs the hub", "needs to install packages", "needs a running server")
+REASONS = (
+    "needs a GPU",
+    "needs the hub",
+    "needs to install packages",
+    "needs a running server",
+    "needs a second machine",
+)
 NOTE = re.compile(r"<!-- (.+) -->")
 SHELL = ("bash", "sh", "")
 PROGRAMS = {
@@ -46,7 +52,7 @@ PROGRAMS = {
         "jupyter",
         "docker",
     ),
-    *("podman", "git", "trl", "tensorboard", ".", "cd", "export", "printf"),
+    *("podman", "git", "trl", "tensorboard", "srun", ".", "cd", "export", "printf"),
 }
 
 
