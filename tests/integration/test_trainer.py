@@ -173,7 +173,7 @@ def test_a_stop_request_writes_a_checkpoint_and_ranks_die_with_a_killed_torchrun
 UNEXPECTED = """
 from skylite.trainer import worker
 
-def work(run, resume):
+def work(run, resume, host):
     import torch
     from skylite.model.process_group import process_group
     with process_group("cpu", run.rendezvous) as dist:
