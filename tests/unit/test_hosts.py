@@ -25,7 +25,7 @@ START = Start("abc", resume=True)
 
 def test_a_start_is_announced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert announced(tmp_path) is None
-    for text in ("", "[1]", '{"id": "abc"}', "{", "\udcff"):
+    for text in ("", "[1]", '{"id": "abc"}', '{"id": "../abc", "resume": true}', "{", "\udcff"):
         (tmp_path / "start.json").write_text(text, errors="surrogateescape")
         assert announced(tmp_path) is None
     announce(tmp_path, START)

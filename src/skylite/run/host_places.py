@@ -32,6 +32,8 @@ def announced(rendezvous: Path) -> Start | None:
     """The start that machine 0 has announced; None before."""
     try:
         found = parse_json(read_text(rendezvous / _START))
+        if not str(found["id"]).isalnum():  # it names files
+            return None
         return Start(str(found["id"]), bool(found["resume"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
