@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from skylite.processes.child import ProcessSpec, kill, log_tail, poll, start
-from skylite.processes.hosts import Start
+from skylite.processes.hosts import TrainerStart
 from skylite.processes.own_network import why_shared
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.run_dir import RunDir, adapter_name
@@ -52,7 +52,7 @@ def train(run: RunDir, *, resume: bool) -> set[int]:
     child = start(
         ProcessSpec(
             name="trainer",
-            argv=trainer_command(run.root, run.rendezvous, 2, Start(uuid.uuid4().hex, resume=resume)),
+            argv=trainer_command(run.root, run.rendezvous, 2, TrainerStart(uuid.uuid4().hex, resume=resume)),
             env=trainer_env(1),
             log_path=run.log_path("trainer"),
             own_network=True,

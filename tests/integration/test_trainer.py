@@ -18,7 +18,7 @@ import torch
 
 from skylite.adapters.manifest import read_manifest
 from skylite.config.loading import read_run_config
-from skylite.processes.hosts import Start
+from skylite.processes.hosts import TrainerStart
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.files import write_json
 from skylite.run.run_dir import RunDir, adapter_name
@@ -195,7 +195,7 @@ def test_an_unexpected_error_ends_all_ranks_and_its_last_line_is_the_reason(
     run = RunDir(tmp_path)
     (tmp_path / "work.py").write_text(UNEXPECTED)
     run.rendezvous.mkdir()
-    command = trainer_command(run.root, run.rendezvous, 2, Start(uuid.uuid4().hex, resume=False))
+    command = trainer_command(run.root, run.rendezvous, 2, TrainerStart(uuid.uuid4().hex, resume=False))
     started = time.monotonic()
     done = subprocess.run(
         [*command[: command.index("-m", 2)], str(tmp_path / "work.py"), str(tmp_path)],

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from skylite.processes.hosts import Start
+from skylite.processes.hosts import TrainerStart
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.run.run_dir import RunDir, adapter_name
 
@@ -32,7 +32,7 @@ def trainer(run: RunDir, num_ranks: int, resume: bool = False) -> Iterator[subpr
     """torchrun on a run directory, in a new session, which is ended after the block."""
     run.rendezvous.mkdir(exist_ok=True)
     process = subprocess.Popen(
-        trainer_command(run.root, run.rendezvous, num_ranks, Start(uuid.uuid4().hex, resume=resume)),
+        trainer_command(run.root, run.rendezvous, num_ranks, TrainerStart(uuid.uuid4().hex, resume=resume)),
         env={**os.environ, **trainer_env(1)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -18,7 +18,7 @@ from skylite.engine.model_sizes import model_sizes
 from skylite.engine.start_engines import engine_spec
 from skylite.engine.vllm.launcher import VllmLauncher
 from skylite.hub.outline import model_or_outline, write_quantised
-from skylite.processes.hosts import Start
+from skylite.processes.hosts import TrainerStart
 from skylite.processes.torchrun import trainer_command
 from skylite.resources.gpu_fit import GIB, Fit, attempts, best_fit, described_gpus, with_settings
 from skylite.resources.gpu_memory_plan import Setup, fit_memory
@@ -105,7 +105,8 @@ def test_placement_and_the_arguments_of_vllm_and_torchrun(
         assert values["--max-model-len"] == "2048"
         assert {w.replace("--no-", "--") for w in words if w.startswith("--")} <= {*KNOWN["flags"]}
         assert list(spec.gpus) == engines[index * size : (index + 1) * size]
-    torchrun = trainer_command(models, models, found.config.trainer.num_ranks, Start("x", resume=False))
+    start = TrainerStart("x", resume=False)
+    torchrun = trainer_command(models, models, found.config.trainer.num_ranks, start)
     assert torchrun[torchrun.index("--nproc-per-node") + 1] == str(len(ranks))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from skylite.errors import ConfigError, RunFailed
 from skylite.processes.hosts import (
-    Start,
+    TrainerStart,
     check_interface,
     interface_env,
     number_ranks,
@@ -20,7 +20,7 @@ from skylite.run.host_places import announce, announced, take_place, wait_for_ho
 from tests.settings import load_config
 from tests.unit.bad_inputs import call
 
-START = Start("abc", resume=True)
+START = TrainerStart("abc", resume=True)
 
 
 def test_a_start_is_announced_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_a_start_is_announced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_each_machine_gets_one_place_of_each_start(tmp_path: Path) -> None:
     assert [take_place(tmp_path, START, 3) for _ in range(3)] == [1, 2, None]
-    assert take_place(tmp_path, Start("def", resume=True), 3) == 1
+    assert take_place(tmp_path, TrainerStart("def", resume=True), 3) == 1
 
 
 def test_ranks_wait_for_all_machines_and_say_how_many_came(tmp_path: Path) -> None:

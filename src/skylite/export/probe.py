@@ -45,7 +45,7 @@ WORTH = 0.9
 
 
 class Share(KindShare):
-    """How much of a part of an adapter the server applies. It is told if a share of 0 would be wrong."""
+    """How much of a part of an adapter the server applies. It counts if its lack would be seen."""
 
     @property
     def is_told(self) -> bool:

@@ -13,7 +13,7 @@ from skylite.processes.child_env import LOOPBACK_ONLY
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class TrainerStart:
     """A start of the trainer."""
 
     id: str

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skylite.processes.child_env import FEW_PRODUCTS, TBB_MALLOC, preload_env
 from skylite.processes.gpus import cuda_env
-from skylite.processes.hosts import Start, interface_env
+from skylite.processes.hosts import TrainerStart, interface_env
 
 SPINNING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
 """Variables by which a user says how threads wait for each other.
@@ -23,7 +23,7 @@ one busy program on two cores (benchmarks/NOTES.md).
 
 
 def trainer_command(
-    run: Path, rendezvous: Path, num_ranks: int, start: Start, *, host: int = 0, sweep: bool = False
+    run: Path, rendezvous: Path, num_ranks: int, start: TrainerStart, *, host: int = 0, sweep: bool = False
 ) -> list[str]:
     """torchrun with skylite.trainer.worker, for the run folder `run`, or that of a `sweep`.
 

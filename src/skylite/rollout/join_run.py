@@ -15,7 +15,7 @@ from skylite.config.train import RunConfig
 from skylite.errors import ChildDied, ConfigError, SkyliteError
 from skylite.hub.resolve import check_folder
 from skylite.processes.child import Supervisor
-from skylite.processes.hosts import Start, check_interface
+from skylite.processes.hosts import TrainerStart, check_interface
 from skylite.resources.gpu_placement import place_ranks
 from skylite.rollout.trainer_process import trainer_process
 from skylite.run.host_places import POLL_S, announced, take_place
@@ -73,7 +73,7 @@ async def join_run(
         await asyncio.sleep(POLL_S)
 
 
-async def _train(run: RunDir, recorded: RunConfig, start: Start, interface: str | None) -> None:
+async def _train(run: RunDir, recorded: RunConfig, start: TrainerStart, interface: str | None) -> None:
     hosts = recorded.config.trainer.hosts
     if (host := take_place(run.rendezvous, start, hosts)) is None:
         raise ConfigError(

@@ -15,7 +15,7 @@ from skylite.config.resolved import Trust
 from skylite.config.train import RunConfig
 from skylite.errors import ChildDied, ConfigError, ModelError, RunFailed
 from skylite.processes.child import Supervisor
-from skylite.processes.hosts import Start, require_one_host
+from skylite.processes.hosts import TrainerStart, require_one_host
 from skylite.processes.own_network import check_network
 from skylite.processes.private_folders import temporary_folder
 from skylite.progress_reporting import long_work
@@ -155,7 +155,7 @@ async def _train(run: RunDir, recorded: RunConfig, start: int, step: int) -> Non
     """Run the trainer until it publishes `step`. Raises RunFailed, also if a step exceeds the time limit."""
     trainer = recorded.config.trainer
     check_network(recorded.config)
-    spec = trainer_process(run, recorded, Start(uuid.uuid4().hex, resume=True))
+    spec = trainer_process(run, recorded, TrainerStart(uuid.uuid4().hex, resume=True))
     spec = replace(spec, is_done=run.trainer_step_path(step).exists)
     async with Supervisor() as supervisor:
         supervisor.start(spec)

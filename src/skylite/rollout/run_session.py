@@ -50,9 +50,9 @@ from skylite.errors import (
     write_failed,
 )
 from skylite.loggers.logger_processes import LoggerProcess, start_loggers
-from skylite.processes import hosts
 from skylite.processes.child import Supervisor, poll
 from skylite.processes.file_tree import remove_tree
+from skylite.processes.hosts import TrainerStart
 from skylite.progress_reporting import long_work
 from skylite.report.read_run import read_facts
 from skylite.rollout.failures import TRAINER, explain_failure, may_resume, with_next_commands
@@ -400,7 +400,7 @@ async def wait_for_trainer_exit(plan: RunPlan, exited: Coroutine[Any, Any, None]
 def start_trainer(start: Start, supervisor: Supervisor) -> None:
     """Start the ranks of this machine, and let the others know."""
     plan, trainer = start.plan, start.plan.config.trainer
-    begun = hosts.Start(uuid.uuid4().hex, start.resume)
+    begun = TrainerStart(uuid.uuid4().hex, start.resume)
     if trainer.hosts > 1:
         announce(plan.run.rendezvous, begun)
         logger.info(

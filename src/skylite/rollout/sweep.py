@@ -28,7 +28,7 @@ from skylite.errors import ChildDied, RunFailed, SkyliteError, convert_os_errors
 from skylite.processes.child import Child, ProcessSpec, Supervisor, child_died, poll
 from skylite.processes.file_tree import remove_tree
 from skylite.processes.hardware import threads_per_rank
-from skylite.processes.hosts import Start as TrainerStart
+from skylite.processes.hosts import TrainerStart
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.report.alarms import find_alarms
 from skylite.report.read_run import read_facts

@@ -5,14 +5,14 @@ from __future__ import annotations
 from skylite.config.train import RunConfig
 from skylite.processes.child import ProcessSpec
 from skylite.processes.hardware import threads_per_rank
-from skylite.processes.hosts import Start
+from skylite.processes.hosts import TrainerStart
 from skylite.processes.torchrun import trainer_command, trainer_env
 from skylite.rollout.failures import TRAINER
 from skylite.run.run_dir import RunDir
 
 
 def trainer_process(
-    run: RunDir, recorded: RunConfig, start: Start, *, host: int = 0, interface: str | None = None
+    run: RunDir, recorded: RunConfig, start: TrainerStart, *, host: int = 0, interface: str | None = None
 ) -> ProcessSpec:
     """torchrun with the ranks of this machine.
 

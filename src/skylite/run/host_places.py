@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from skylite.errors import RunFailed, convert_os_errors
-from skylite.processes.hosts import Start
+from skylite.processes.hosts import TrainerStart
 from skylite.run.files import write_json
 from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
@@ -23,23 +23,23 @@ POLL_S = 0.2
 _START = "start.json"
 
 
-def announce(rendezvous: Path, start: Start) -> None:
+def announce(rendezvous: Path, start: TrainerStart) -> None:
     """Let the other machines know of a start. `rendezvous`: the run's folder for it. Raises WriteFailed."""
     write_json(rendezvous / _START, {"id": start.id, "resume": start.resume})
 
 
-def announced(rendezvous: Path) -> Start | None:
+def announced(rendezvous: Path) -> TrainerStart | None:
     """The start that machine 0 has announced; None before."""
     try:
         found = parse_json(read_text(rendezvous / _START))
         if not str(found["id"]).isalnum():  # it names files
             return None
-        return Start(str(found["id"]), bool(found["resume"]))
+        return TrainerStart(str(found["id"]), bool(found["resume"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def take_place(rendezvous: Path, start: Start, hosts: int) -> int | None:
+def take_place(rendezvous: Path, start: TrainerStart, hosts: int) -> int | None:
     """The number of this machine, from 1; None if all places are taken. Raises WriteFailed."""
     for number in range(1, hosts):
         with convert_os_errors(rendezvous):
