@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 
 from skylite.rollout.sampling import SampledStep, prompts_of, request_of
 from skylite.rollout.session import Session
+from skylite.rollout.step_metrics import Interval
 from skylite.run.rollout_file import read_batches
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Group, Prompt
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,7 +93,7 @@ def run_trainer(run: RunDir, resume: bool, host: int = 0) -> None:
     run_config = read_run_config(run.config_path)
     if (hosts := run_config.config.trainer.hosts) > 1:
         number_ranks(host, hosts)
-        timeout_s = run_config.config.trainer.step_timeout_s
+        timeout_s = 0.9 * run_config.config.trainer.step_timeout_s  # before the parent takes it for a hang
         wait_for_hosts(run.rendezvous, os.environ["TORCHELASTIC_RUN_ID"], hosts, timeout_s)
     from skylite.trainer.loop import train
 
