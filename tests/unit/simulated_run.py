@@ -193,7 +193,7 @@ def run_of(
         teacher=teacher,
         history=prompt_history(plan),
         progress=Progress(plan.run, num_steps, Screen(num_steps, Console(file=io.StringIO())), dict),
-        limit=limit,
+        watches=[limit] if limit else [],
     )
 
     async def both() -> None:

@@ -36,6 +36,7 @@ from skylite.resources.gpu_fit import (
     best_fit,
     described_gpus,
     measured,
+    wanted_kind,
     what_helps,
     with_settings,
 )
@@ -71,10 +72,10 @@ def plan(flags: PlanFlags) -> None:
     with model_or_outline(config.model.name) as path, temporary_folder("plan-") as spare:
         setup = checked_setup(config, path)
         sizes, quantised = setup.sizes(config), spare / path.name
-        found = best_fit(config, setup, gpus)
-        if isinstance(found, Fit):
+        found = best_fit(config, setup, gpus, wanted_kind(config))
+        if isinstance(found, Fit) and config.placement == "auto":
             other = best_fit(config, setup, gpus, found.placement.other_kind)
-        else:
+        elif not isinstance(found, Fit):
             instead = what_helps(
                 config, setup, gpus, lambda: quantised if write_quantised(path, quantised) else None
             )

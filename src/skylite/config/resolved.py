@@ -50,6 +50,8 @@ class Placement(Section):
     engine_gpus: list[int] = []
     """GPUs of the engines, engine.tensor_parallel for each in turn, by nvidia-smi's numbers; empty on a
     CPU."""
+    free_settings: list[str] = []
+    """Settings that `placement` chooses, because nobody set them; empty if it chooses none."""
 
 
 class MemoryPlan(Section):

@@ -236,6 +236,11 @@ class TrainConfig(Section):
     """Let ranks and engines use the machine's loopback interface. They trust whatever connects to them there,
     such as another user. false: a network namespace of their own. If the machine allows none, several ranks
     are refused while other users have processes."""
+    placement: Literal["auto", "split", "shared", "explicit"] = "auto"
+    """Which GPUs train and which sample. split: each does one of both. shared: all do both. auto: split where
+    that fits by the predicted memory, and after four steps what the measured seconds favour. It chooses
+    trainer.num_ranks, engine.num_engines, engine.tensor_parallel, engine.gpu_memory_utilization and
+    trainer.offload where you set none. explicit: these as they are, with their defaults."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     lora: LoraConfig = LoraConfig()
@@ -254,6 +259,16 @@ class TrainConfig(Section):
     stop: StopConfig = StopConfig()
     anomaly: AnomalyConfig = AnomalyConfig()
     log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def check_placement(self) -> Self:
+        if self.placement in ("split", "shared") and (self.engine.gpus or self.trainer.hosts > 1):
+            setting = "engine.gpus" if self.engine.gpus else "trainer.hosts"
+            raise ValueError(
+                f"placement={self.placement} lets skylite choose the GPUs of one machine, which "
+                f"{setting} does not leave to it; leave out one of them."
+            )
+        return self
 
     @model_validator(mode="after")
     def check_staleness(self) -> Self:

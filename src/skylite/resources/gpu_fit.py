@@ -1,4 +1,4 @@
-"""What fits on described GPUs, such as 8x80: for `skylite plan` and the table in docs/how-to/gpus.md.
+"""What fits on GPUs: those of a run, and described ones, such as 8x80, for `skylite plan`.
 
 The sums are those of a real run (gpu_placement.py, gpu_memory_plan.py). Of what the settings leave open, the
 first that fits is taken: GPUs of their own for trainer and engines (split), all GPUs for both (shared), and
@@ -7,9 +7,11 @@ then the same with trainer.offload.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from skylite.resources.gpu_memory_plan import (
     most_tokens,
     trainer_memory,
 )
-from skylite.resources.gpu_placement import GpuChoice, Kind, assign_gpus
+from skylite.resources.gpu_placement import GpuChoice, Kind, Place, assign_gpus
 
 GIB = 2**30
 ENOUGH = 32
@@ -75,6 +77,12 @@ class Fit:
         if not self.placement.engine_gpus:
             return 0
         return self.engine.sequences(self.memory.kv_cache_bytes or 0, self.config.max_sequence_tokens)
+
+    @property
+    def leaves(self) -> str:
+        """What the memory leaves for speed, in words."""
+        each = f"{self.sequences} sequences at once to an engine and " if self.placement.engine_gpus else ""
+        return f"{each}micro-batches of up to {self.tokens:,} tokens"
 
     @property
     def is_slow(self) -> bool:
@@ -127,22 +135,48 @@ def described_gpus(text: str) -> list[Gpu]:
     return [Gpu(i, f"GPU-{i}", f"{size:g} GiB", 9.0, int(size * GIB), "", mig=False) for i in range(count)]
 
 
+def chosen_fit(config: TrainConfig, setup: Setup, gpus: Sequence[Gpu], place: Place) -> Fit:
+    """The best fit of the setting `placement`, with a note on it. Raises ConfigError if nothing fits."""
+    kind = wanted_kind(config)
+    found = best_fit(config, setup, gpus, kind, place)
+    if isinstance(found, DoesNotFit):
+        raise found
+    if not found.settings:
+        return found
+    chosen = " ".join(f"{name}={json.dumps(value)}" for name, value in found.settings.items())
+    text = f"placement={config.placement}: {found.placement.kind}, {chosen}; {found.leaves}, as predicted"
+    other = best_fit(config, setup, gpus, found.placement.other_kind, place) if kind is None else None
+    if isinstance(other, Fit):
+        text += f". placement={other.placement.kind} would leave {other.leaves}"
+    return replace(found, notes=[Note(text), *found.notes])
+
+
+def wanted_kind(config: TrainConfig) -> Kind | None:
+    """The only kind of placement that the settings allow; None: each."""
+    return config.placement if config.placement in ("split", "shared") else None
+
+
 def best_fit(
-    config: TrainConfig, setup: Setup, gpus: Sequence[Gpu], kind: Kind | None = None
+    config: TrainConfig,
+    setup: Setup,
+    gpus: Sequence[Gpu],
+    kind: Kind | None = None,
+    place: Place | None = None,
 ) -> Fit | DoesNotFit:
     """The first settings that leave ENOUGH sequences, else those with the most; the first refusal if none.
 
     Args:
         setup: of the model; its placement is not used.
         kind: take no other placement.
+        place: what places on these GPUs; by default they have nothing else to do.
 
     Without `kind`, raises ConfigError if the settings are wrong for any GPUs.
     """
-    slow, refusals = list[Fit](), list[ConfigError]()
+    slow, refusals, place = list[Fit](), list[ConfigError](), place or partial(assign_gpus, gpus=gpus)
     for settings in attempts(config, len(gpus), is_quantised=bool(setup.sizes(config).quantised)):
         changed = with_settings(config, settings)
         try:
-            placement = assign_gpus(changed, gpus)
+            placement = place(changed)
             if kind not in (None, placement.kind):
                 continue
             found = fit_with(changed, settings, replace(setup, placement=placement))
@@ -157,7 +191,11 @@ def best_fit(
     too_small = [refusal for refusal in refusals if isinstance(refusal, DoesNotFit)]
     if refusals and not too_small and kind is None:
         raise refusals[0]
-    return too_small[0] if too_small else DoesNotFit(f"These settings leave no {kind} placement.")
+    return (
+        too_small[0]
+        if too_small
+        else DoesNotFit(f"{len(gpus)} GPU(s) with these settings have no placement that is {kind}.")
+    )
 
 
 def fit_with(config: TrainConfig, settings: dict[str, Any], setup: Setup) -> Fit:
@@ -187,13 +225,16 @@ def measured(config: TrainConfig, settings: dict[str, Any], setup: Setup) -> Fit
 
 def attempts(config: TrainConfig, count: int, *, is_quantised: bool) -> Iterator[dict[str, Any]]:
     """Settings to try on `count` GPUs, the cheapest first, without those that are set or stay as they are."""
+    if config.placement == "explicit":
+        yield {}
+        return
     tried = list[dict[str, Any]]()
     for offload in (False,) if is_quantised or config.trainer.replicate_base else (False, True):
         for layout in layouts(config, count):
             settings = {
                 name: value
                 for name, value in zip(CHOSEN, (*layout, offload), strict=True)
-                if not _is_set(config, name) and value != _value(config, name)
+                if not _is_set(config, name) and value != value_of(config, name)
             }
             if settings not in tried:
                 tried.append(settings)
@@ -201,14 +242,31 @@ def attempts(config: TrainConfig, count: int, *, is_quantised: bool) -> Iterator
 
 
 def layouts(config: TrainConfig, count: int) -> Iterator[tuple[int, int, int, float]]:
-    """Ranks, engines, GPUs of an engine, its share: half train and half sample, then all do both."""
-    if not config.engine.num_engines:
-        yield count, 0, 1, config.engine.gpu_memory_utilization
+    """Ranks, engines, GPUs of an engine, its share: some GPUs train and the others sample (half of them each,
+    unless ranks or engines are set), then all do both.
+
+    If what is set leaves no such layout, the settings as they are.
+    """
+    own, engine = config.trainer.num_ranks, config.engine
+    if not engine.num_engines:
+        yield count, 0, 1, engine.gpu_memory_utilization
         return
-    half = count // 2
-    for ranks, sampling, shares in ((count - half, half, OWN_SHARES), (count, count, SHARED_SHARES)):
-        for size in (2**k for k in range(sampling.bit_length()) if sampling % 2**k == 0):
-            yield from ((ranks, sampling // size, size, share) for share in shares)
+    has_ranks, has_engines = _is_set(config, "trainer.num_ranks"), _is_set(config, "engine.num_engines")
+    sizes = [2**k for k in range(count.bit_length())]
+    if _is_set(config, "engine.tensor_parallel"):
+        sizes = [engine.tensor_parallel]
+    found = False
+    for is_split, shares in ((True, OWN_SHARES), (False, SHARED_SHARES)):
+        for size in sizes:
+            sampling = (count - own if has_ranks else count // 2) if is_split else count
+            sampling = engine.num_engines * size if has_engines else sampling
+            ranks = own if has_ranks else count - sampling if is_split else count
+            fits = min(ranks, sampling) > 0 and ranks + sampling * is_split <= count and not sampling % size
+            if fits:
+                found = True
+                yield from ((ranks, sampling // size, size, share) for share in shares)
+    if not found:
+        yield own, engine.num_engines, engine.tensor_parallel, engine.gpu_memory_utilization
 
 
 def what_helps(
@@ -221,7 +279,7 @@ def what_helps(
     for words, change, freed, *where in _changes(config, setup, gpus, quantise):
         found = best_fit(*where)
         if isinstance(found, Fit):
-            instead = {name: _value(found.config, name) for name in freed}
+            instead = {name: value_of(found.config, name) for name in freed}
             return words, replace(found, settings={**change, **instead, **found.settings})
     return None
 
@@ -231,12 +289,12 @@ def _changes(
 ) -> Iterator[Any]:
     """In words, new settings, settings that are chosen again, and the arguments of `best_fit`."""
     if fixed := [name for name in FREED if _is_set(config, name)]:
-        yield f"without {', '.join(fixed)}", {}, fixed, _without(config, fixed), setup, gpus
+        yield f"without {', '.join(fixed)}", {}, fixed, without(config, fixed), setup, gpus
     if (model := quantise()) is not None:
         change = {"model.name": f"{config.model.name.removesuffix('/config.json')}-AWQ"}
         whole = [name for name in ("trainer.offload", "trainer.replicate_base") if _is_set(config, name)]
         with_base = replace(setup, model_path=model)
-        yield "with the base in 4 bits (AWQ)", change, whole, _without(config, whole), with_base, gpus
+        yield "with the base in 4 bits (AWQ)", change, whole, without(config, whole), with_base, gpus
     for part in (2, 4) if config.source.shorter == COMPLETION else ():
         length = {COMPLETION: max(1, config.rollout.max_completion_tokens // part)}
         shorter = with_settings(config, length)
@@ -256,7 +314,12 @@ def with_settings(config: TrainConfig, settings: dict[str, Any]) -> TrainConfig:
     return config
 
 
-def _without(config: TrainConfig, names: Sequence[str]) -> TrainConfig:
+def free_settings(config: TrainConfig) -> list[str]:
+    """Of CHOSEN, those that nobody set."""
+    return [name for name in CHOSEN if not _is_set(config, name)]
+
+
+def without(config: TrainConfig, names: Sequence[str]) -> TrainConfig:
     """The settings with the defaults of these."""
     tree = config.model_dump(exclude_unset=True)
     for name in names:
@@ -270,6 +333,7 @@ def _is_set(config: TrainConfig, name: str) -> bool:
     return field in getattr(config, section).model_fields_set
 
 
-def _value(config: TrainConfig, name: str) -> Any:
+def value_of(config: TrainConfig, name: str) -> Any:
+    """The value of a setting like trainer.num_ranks."""
     section, _, field = name.partition(".")
     return getattr(getattr(config, section), field)

@@ -6,7 +6,7 @@ of this machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -28,6 +28,8 @@ from skylite.processes.gpus import (
 from skylite.processes.hardware import choose_device, choose_dtype
 
 Kind = Literal["split", "shared"]
+Place = Callable[[TrainConfig], "GpuChoice"]
+"""Gives the ranks and engines of these settings their GPUs. Raises ConfigError."""
 GIB = 2**30
 UNNAMED_BYTES = 1 << 30
 """Memory in use by no process that nvidia-smi shows, that is worth a warning. A driver uses less."""
@@ -73,24 +75,34 @@ def place(config: TrainConfig, device: str) -> GpuChoice:
         refuse_gpu_settings(config)
         return GpuChoice(rank_gpus=[], engine_gpus=[], notes=[])
     gpus = visible_gpus()
-    choice = assign_gpus(config, gpus)
-    check_shared_memory(config.engine.tensor_parallel)
+    assign_gpus(config, gpus)
+    return placer(gpus)(config)
+
+
+def placer(gpus: Sequence[Gpu]) -> Place:
+    """`place` for these GPUs of this machine, which is asked once. Raises ConfigError if torch cannot."""
     torch = check_cuda(gpus)
     machine = f"{describe(gpus)}; driver {gpus[0].driver}, torch {torch.version} for CUDA {torch.cuda}"
-    uses = {gpu: memory_in_use(gpu) for gpu in choice.gpus.values()}
-    for gpu, use in uses.items():
-        count = choice.engine_gpus.count(gpu.index)
-        check_memory(gpu, use, count, config.engine.gpu_memory_utilization)
-    others = {gpu.index: text for gpu, use in uses.items() if (text := users_text(use))}
-    taken = [
-        warning(f"GPU {g.index} ({g.name}) is not free: {others[g.index]}") for g in uses if g.index in others
-    ]
-    return replace(
-        choice,
-        notes=[*notes_of(machine), *choice.notes, *taken],
-        free_bytes={g.index: use.free_bytes for g, use in uses.items() if use.free_bytes is not None},
-        others=others,
-    )
+    uses = {gpu.index: memory_in_use(gpu) for gpu in gpus}
+
+    def beside_others(config: TrainConfig) -> GpuChoice:
+        choice = assign_gpus(config, gpus)
+        check_shared_memory(config.engine.tensor_parallel)
+        for gpu in choice.gpus.values():
+            count = choice.engine_gpus.count(gpu.index)
+            check_memory(gpu, uses[gpu.index], count, config.engine.gpu_memory_utilization)
+        others = {i: text for i in choice.gpus if (text := users_text(uses[i]))}
+        taken = [
+            warning(f"GPU {i} ({choice.gpus[i].name}) is not free: {text}") for i, text in others.items()
+        ]
+        return replace(
+            choice,
+            notes=[*notes_of(machine), *choice.notes, *taken],
+            free_bytes={i: free for i in choice.gpus if (free := uses[i].free_bytes) is not None},
+            others=others,
+        )
+
+    return beside_others
 
 
 def assign_gpus(config: TrainConfig, gpus: Sequence[Gpu]) -> GpuChoice:
@@ -241,7 +253,12 @@ def idle_note(config: TrainConfig, idle: Sequence[Gpu], num_gpus: int) -> Note:
 
 
 def refuse_gpu_settings(config: TrainConfig) -> None:
-    """Raise ConfigError for engine settings that need GPUs."""
+    """Raise ConfigError for settings that need GPUs."""
+    if config.placement in ("split", "shared"):
+        raise ConfigError(
+            f"placement={config.placement} divides GPUs among trainer and engines, and this run has none.",
+            "Use placement=auto.",
+        )
     if config.engine.gpus:
         raise ConfigError(
             f"engine.gpus={config.engine.gpus} places engines on GPUs, and this run has none.",

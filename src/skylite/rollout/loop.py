@@ -262,13 +262,10 @@ async def record_steps(session: Session, queues: StepQueues) -> int:
             queues.versions.put_nowait(adapter)
             recorded = time.monotonic()
         await asyncio.to_thread(clean_up, plan.run, session.adapters, step, plan.config)
-        if (
-            session.limit is not None
-            and step < plan.config.num_steps
-            and session.limit.step_ended(times.step_s)
-        ):
-            logger.info(str(session.limit))
-            await asyncio.Event().wait()  # run_until_stopped sees the limit and cancels this task
+        reasons = (w.step_ended(plan, metrics) for w in session.watches if step < plan.config.num_steps)
+        if reason := next(filter(None, reasons), ""):
+            logger.info(reason)
+            await asyncio.Event().wait()  # run_until_stopped sees the request and cancels this task
     return plan.last_step
 
 

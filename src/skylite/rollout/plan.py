@@ -52,7 +52,7 @@ from skylite.evaluation.confidence_interval import wilson
 from skylite.hub.resolve import ResolvedModel, resolve_model
 from skylite.loggers.writers import require_libraries
 from skylite.notes import Note, log_notes, notes_of, warning
-from skylite.processes.gpus import why_no_gpu
+from skylite.processes.gpus import Gpu, visible_gpus, why_no_gpu
 from skylite.processes.hardware import (
     Device,
     choose_device,
@@ -64,8 +64,9 @@ from skylite.processes.hardware import (
 )
 from skylite.processes.own_network import check_network
 from skylite.processes.streams import raise_file_limit
+from skylite.resources.gpu_fit import chosen_fit, free_settings
 from skylite.resources.gpu_memory_plan import Setup, fit_memory
-from skylite.resources.gpu_placement import place
+from skylite.resources.gpu_placement import GpuChoice, place, placer
 from skylite.rollout.engine_check import check_engines
 from skylite.rollout.judge_check import check_judge
 from skylite.rollout.prompt_check import check_teacher_prompts, without
@@ -273,16 +274,22 @@ def choose_placement(
     device = choose_device()
     bf16_reason = launcher.bf16_reason(model.path, device) if config.engine.count else ""
     dtype, dtype_note = choose_dtype(config.model.dtype, device, bf16_reason=bf16_reason)
-    gpus = place(config, device)
+    gpus = visible_gpus() if device == "cuda" else []
+    free = placement_settings(config, gpus)
+    at = GpuChoice(rank_gpus=[], engine_gpus=[], notes=[]) if free else place(config, device)
     model_notes = check_model(config, model, launcher, device, max_images)
     cpu_lora = launcher.choose_cpu_lora(config, dtype, model.path)
     of_engines = launcher.notes(config, device, dtype, cpu_lora) if config.engine.num_engines else []
-    setup = Setup(launcher, model.path, device, dtype, cpu_lora, gpus, teacher)
-    config, memory, memory_notes = fit_memory(config, setup)
+    setup = Setup(launcher, model.path, device, dtype, cpu_lora, at, teacher)
+    if free:
+        fit = chosen_fit(config, setup, gpus, placer(gpus))
+        config, at, memory, memory_notes = fit.config, fit.placement, fit.memory, fit.notes
+    else:
+        config, memory, memory_notes = fit_memory(config, setup)
     notes = notes_of(
         *notes,
         why_no_gpu() if device == "cpu" else None,
-        *gpus.notes,
+        *at.notes,
         dtype_note,
         *settings_notes(config),
         model.note,
@@ -295,10 +302,22 @@ def choose_placement(
         device=device,
         dtype=dtype,
         cpu_lora=cpu_lora,
-        rank_gpus=gpus.rank_gpus,
-        engine_gpus=gpus.engine_gpus,
+        rank_gpus=at.rank_gpus,
+        engine_gpus=at.engine_gpus,
+        free_settings=free,
     )
     return config, placement, memory, notes
+
+
+def placement_settings(config: TrainConfig, gpus: Sequence[Gpu]) -> list[str]:
+    """The settings that `placement` chooses on these GPUs; none where that is left to the user.
+
+    Several policies share one trainer and one engine, and without a GPU's size nothing can be predicted.
+    """
+    is_left = config.placement == "explicit" or config.engine.gpus or config.trainer.hosts > 1
+    if is_left or config.engine.policies > 1 or not gpus or any(gpu.total_bytes is None for gpu in gpus):
+        return []
+    return free_settings(config)
 
 
 CPU_MICRO_BATCH_TOKENS = 2048

@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from skylite.adapters.experts import served_modules
 from skylite.adapters.manifest import CanaryImage, read_manifest
 from skylite.adapters.target_modules import last_names, predict_modules
+from skylite.config.provenance import Provenance, Typed
 from skylite.data.chat_tokenizer import ChatTokenizer, load_tokenizer, prompt_size, run_template
 from skylite.engine.canary import DEFAULT_TOLERANCE, canary_sequences, verify_folder, with_picture
 from skylite.engine.engine_pool import EnginePool, LeftOut
@@ -42,6 +43,7 @@ from skylite.environments.offline_source import Offline
 from skylite.environments.source import GroupRequest
 from skylite.environments.teacher_server import teacher_running
 from skylite.errors import (
+    ConfigError,
     OutOfMemory,
     SkyliteError,
     TrainerLost,
@@ -57,9 +59,10 @@ from skylite.progress_reporting import long_work
 from skylite.report.read_run import read_facts
 from skylite.rollout.failures import TRAINER, explain_failure, may_resume, with_next_commands
 from skylite.rollout.loop import TrainerStep, run_steps, wait_for_trainer_step
+from skylite.rollout.measured_placement import MeasuredPlacement
 from skylite.rollout.plan import RunPlan, write_config
 from skylite.rollout.resume import plan_resume, remove_after
-from skylite.rollout.session import Progress, Session, TimeLimit, prompt_history
+from skylite.rollout.session import Progress, Session, StepWatch, TimeLimit, prompt_history
 from skylite.rollout.shutdown import (
     TRAINER_SHARE,
     StopRequest,
@@ -202,12 +205,15 @@ async def run_session(
     `limit`.
 
     If the trainer is lost, the run resumes from its last checkpoint (trainer.max_restarts). The engines
-    restart too: they key their prefix cache by adapter name, and the same versions are written again.
+    restart too: they key their prefix cache by adapter name, and the same versions are written again. So does
+    a run with placement=auto, once, if another placement is faster.
 
     Only a run of a sweep gets `processes`, a `screen` and a `stop`.
     """
     adapters = plan.resolved.identity.lora_sync_path
     stop = stop or handle_signals(limit.stop if limit is not None else asyncio.Event())
+    placement = MeasuredPlacement(stop)
+    watches: list[StepWatch] = [limit, placement] if limit is not None else [placement]
     processes = processes or (UrlProcesses() if plan.config.engine.urls else OwnProcesses())
     async with contextlib.AsyncExitStack() as stack:
         screen = stack.enter_context(screen or Screen(plan.config.num_steps))
@@ -215,9 +221,13 @@ async def run_session(
         restarts: dict[str, int] = {}
         while True:
             roll_back(plan, adapters) if resume else clear_control_files(plan)
+            chosen: Mapping[str, Any] = {}
             screen.state.history = tuple(null_to_nan(m) for m in read_metrics(plan.run.metrics_path))
             try:
-                return await _supervised(plan, screen, processes, resume, limit, restarts, stop)
+                finished = await _supervised(plan, screen, processes, resume, watches, restarts, stop)
+                if finished or not stop.take_back():
+                    return finished
+                chosen = placement.settings
             except TrainerLost as error:
                 if not may_resume(plan, error, restarts.get(TRAINER, 0), stop.requested.is_set()):
                     raise
@@ -229,7 +239,19 @@ async def run_session(
                         f"trainer.max_restarts={plan.config.trainer.max_restarts})"
                     )
                 logger.warning(f"{error.what} The run resumes from its last checkpoint{allowed}.")
-            plan, resume = replace(plan_resume(plan.run), pause_after=plan.pause_after), True
+            plan, resume = replace(resumed_with(plan, chosen), pause_after=plan.pause_after), True
+
+
+def resumed_with(plan: RunPlan, settings: Mapping[str, Any]) -> RunPlan:
+    """The run from its last checkpoint; with these settings, if it fits with them on the machine of now."""
+    typed = {name: Typed(value, "--set") for name, value in settings.items()}
+    try:
+        return plan_resume(plan.run, Provenance(typed=typed))
+    except ConfigError as error:
+        if not settings:
+            raise
+        logger.warning(f"{error.what} The run goes on with the placement that it had.")
+        return plan_resume(plan.run)
 
 
 def clear_control_files(plan: RunPlan) -> None:
@@ -255,7 +277,7 @@ async def _supervised(
     screen: Screen,
     processes: Processes,
     resume: bool,
-    limit: TimeLimit | None,
+    watches: Sequence[StepWatch],
     restarts: dict[str, int],
     stop: StopRequest,
 ) -> bool:
@@ -277,7 +299,7 @@ async def _supervised(
             start = Start(plan=plan, resume=resume, supervisor=supervisor, progress=progress)
             trainer_exit = partial(processes.trainer_exit, supervisor)
             try:
-                work = _run(start, processes, limit)
+                work = _run(start, processes, watches)
                 finished = await run_until_stopped(work, plan, supervisor, progress, stop, trainer_exit)
             finally:
                 await processes.leave(start, stop)
@@ -296,6 +318,9 @@ async def _supervised(
         text = f"at step {plan.last_step}, to wait for other policies of its sweep"
         progress.phase("stopped", text, error=text)
         return True
+    if stop.goes_on and not finished:
+        progress.phase("stopped", "to go on with another placement")
+        return False
     progress.phase("done" if finished else "stopped")
     facts = read_facts(plan.run.root)
     log_findings(facts)
@@ -305,14 +330,14 @@ async def _supervised(
     return finished
 
 
-async def _run(start: Start, processes: Processes, limit: TimeLimit | None) -> None:
+async def _run(start: Start, processes: Processes, watches: Sequence[StepWatch]) -> None:
     """Start engines, trainer and reward workers side by side, then run every step."""
     async with contextlib.AsyncExitStack() as stack:
-        await _run_in(stack, start, processes, limit)
+        await _run_in(stack, start, processes, watches)
 
 
 async def _run_in(
-    stack: contextlib.AsyncExitStack, start: Start, processes: Processes, limit: TimeLimit | None
+    stack: contextlib.AsyncExitStack, start: Start, processes: Processes, watches: Sequence[StepWatch]
 ) -> None:
     plan, supervisor, progress = start.plan, start.supervisor, start.progress
     progress.event("run_started")
@@ -350,7 +375,7 @@ async def _run_in(
         teacher=teacher,
         history=prompt_history(plan),
         progress=progress,
-        limit=limit,
+        watches=watches,
         owner=processes.owner,
     )
     if await run_steps(session) < plan.config.num_steps:

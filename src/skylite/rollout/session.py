@@ -10,10 +10,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from skylite.data.prompt_history import PromptHistory
 from skylite.engine.engine_pool import EnginePool
@@ -31,6 +31,13 @@ from skylite.untrusted_text import parse_json
 logger = logging.getLogger(__name__)
 
 
+class StepWatch(Protocol):
+    """Looks at each step but the last, and may stop the session after it."""
+
+    def step_ended(self, plan: RunPlan, metrics: Mapping[str, Any]) -> str:
+        """Note a finished step. Returns why the session stops, with the stop requested, or ""."""
+
+
 @dataclass(slots=True)
 class TimeLimit:
     """Request a stop before a time limit passes. Not part of the run: a resume may use another limit."""
@@ -42,15 +49,13 @@ class TimeLimit:
     """Longest step so far, in seconds: the estimate for the next one."""
     reached: bool = False
 
-    def step_ended(self, step_s: float) -> bool:
-        """Note a finished step. Returns True and sets `stop` if the next step would pass the limit."""
-        self.longest_s = max(self.longest_s, step_s)
-        if time.monotonic() - self.started + self.longest_s > 3600 * self.hours:
-            self.reached = True
-            self.stop.set()
-        return self.reached
-
-    def __str__(self) -> str:
+    def step_ended(self, plan: RunPlan, metrics: Mapping[str, Any]) -> str:
+        """As of `StepWatch`: stop if the next step would pass the limit."""
+        self.longest_s = max(self.longest_s, metrics["time/step_s"])
+        if time.monotonic() - self.started + self.longest_s <= 3600 * self.hours:
+            return ""
+        self.reached = True
+        self.stop.set()
         return (
             f"--max-hours {self.hours:g}: stopping, because the next step ({self.longest_s:.1f} s) "
             "would pass the limit"
@@ -180,7 +185,7 @@ class Session:
     history: PromptHistory | None = None
     """Chooses the prompts, where they depend on earlier steps."""
     progress: Progress
-    limit: TimeLimit | None = None
+    watches: Sequence[StepWatch] = ()
     owner: str = ""
     """Of its adapters, on engines that it shares with other runs."""
 

@@ -63,11 +63,16 @@ class StopRequest:
     is_patient: bool = False
     """Ctrl-C: nobody kills the run after a while, so the step may take as long as it needs."""
     last_signal: float = -math.inf
+    goes_on: bool = False
+    """The run itself asked for the stop, and goes on after it unless a signal comes."""
 
     def on_signal(self, number: int) -> None:
         """Count one signal."""
         now, before = time.monotonic(), self.last_signal
         self.last_signal = now
+        if self.goes_on:  # the first signal, then
+            self.goes_on = False
+            self.requested.clear()
         if number == signal.SIGHUP:
             forget_terminal()
         if not self.requested.is_set():
@@ -77,6 +82,14 @@ class StopRequest:
             self.is_patient, self.requested_at = False, now
         elif now - before >= REPEAT_S:
             self.forced.set()
+
+    def take_back(self) -> bool:
+        """Whether the run goes on after this stop; then nothing is requested any more."""
+        goes_on, self.goes_on = self.goes_on, False
+        if goes_on:
+            self.requested.clear()
+            self.requested_at = 0.0
+        return goes_on
 
     def step_ended(self) -> None:
         """Start the grace now, if the step had all the time it needed."""

@@ -107,6 +107,7 @@ def plan_base(config: TrainConfig, folder: Path, provenance: Provenance) -> Base
     require_one_host(config, "a service")
     programs = allow_launcher(config, provenance)
     launcher = load_launcher(config, programs)
+    config = config.model_copy(update={"placement": "explicit"})  # its policies share trainer and engine
     config, device_notes = device_defaults(config, device)
     model = choose_model(config, launcher)
     config, placement, memory, notes = choose_placement(config, model, launcher, notes_of(*device_notes))
