@@ -16,16 +16,16 @@ from skylite.processes.hosts import (
     require_one_host,
 )
 from skylite.processes.torchrun import trainer_command
+from skylite.run.files import write_json
 from skylite.run.host_places import announce, announced, take_place, wait_for_hosts
 from tests.settings import load_config
-from tests.unit.bad_inputs import call
 
 START = TrainerStart("abc", resume=True)
 
 
 def test_a_start_is_announced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert announced(tmp_path) is None
-    for text in ("", "[1]", '{"id": "abc"}', '{"id": "../abc", "resume": true}', "{", "\udcff"):
+    for text in ("", "[1]", '{"id": "abc"}', '{"id": "../a", "resume": true, "config": ""}', "{", "\udcff"):
         (tmp_path / "start.json").write_text(text, errors="surrogateescape")
         assert announced(tmp_path) is None
     announce(tmp_path, START)
@@ -79,6 +79,12 @@ def test_hosts_and_interface_go_together() -> None:
         check_interface("eth77")
 
 
-def test_a_run_of_one_machine_cannot_be_joined(tmp_path: Path) -> None:
-    reply = call(["worker", "--join", str(tmp_path)])
-    assert (reply.code, "has no config.json" in reply.output) == (2, True)
+def test_the_first_of_several_reasons_stays_also_if_it_is_not_seen_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why a rank failed: the ranks that its end takes down fail after it, on other machines, too."""
+    monkeypatch.setattr(Path, "exists", lambda _: False)
+    for reason in ("diverged", "connection closed"):
+        write_json(tmp_path / "error.json", {"what": reason}, once=True)
+    assert (tmp_path / "error.json").read_text() == '{\n "what": "diverged"\n}\n'
+    assert os.listdir(tmp_path) == ["error.json"]

@@ -1,12 +1,14 @@
 """Join a run that trains on several machines, as one of them. It ends with the run.
 
-The machines share the run's folder; the model is under the same path on each. Exits 1 if the run failed.
+Waits up to half an hour for the run to start. The machines share the run's folder; the model is under the
+same path on each. Exits 1 if the run failed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -27,12 +29,11 @@ def worker(
     set_: Annotated[list[str] | None, NAMES_PROGRAMS] = None,
 ) -> None:
     """Compute the ranks of this machine. Raises SkyliteError subclasses."""
-    from skylite.rollout.join_run import check_join, join_run  # here, so that --help stays fast
+    from skylite.rollout.join_run import join_run  # here, so that --help stays fast
 
     run = RunDir(join.resolve())
-    recorded = check_join(run, interface)
-    allowed = allow_programs(run, from_command_line(set_ or ()), "worker")
-    phase = asyncio.run(join_run(run, recorded, allowed, interface))
+    allow = partial(allow_programs, run, from_command_line(set_ or ()), "worker")
+    phase = asyncio.run(join_run(run, interface, allow))
     show(f"the run is {phase}")
     if phase in ("failed", "dead"):
         sys.exit(1)

@@ -19,6 +19,8 @@ class TrainerStart:
     id: str
     """Random; the ranks of all machines find each other by it."""
     resume: bool
+    config: str = ""
+    """sha256 of its config.json: another machine may still see an earlier one."""
 
 
 def number_ranks(host: int, hosts: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import time
 import uuid
@@ -72,7 +73,7 @@ from skylite.rollout.shutdown import (
 )
 from skylite.rollout.sources import source_for
 from skylite.rollout.trainer_process import trainer_process
-from skylite.run.files import write_json
+from skylite.run.files import sha256_file, temporary_sibling, write_json
 from skylite.run.host_places import announce
 from skylite.run.metrics_file import null_to_nan, read_metrics
 from skylite.run.rollout_file import write_rollouts
@@ -259,10 +260,12 @@ def clear_control_files(plan: RunPlan) -> None:
     with convert_os_errors(plan.run.root):
         plan.run.stop_path.unlink(missing_ok=True)
         plan.run.trainer_error_path.unlink(missing_ok=True)
-    with convert_os_errors(plan.run.rendezvous):  # recreated, so that it is a folder that this user owns
-        if problem := remove_tree(plan.run.rendezvous):
-            raise problem
+    old = temporary_sibling(plan.run.rendezvous)
+    with convert_os_errors(plan.run.rendezvous):  # a new one, so that it is a folder that this user owns
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(plan.run.rendezvous, old)
         plan.run.rendezvous.mkdir(mode=0o700)
+    remove_tree(old)  # it may hold another machine's files that this one does not see yet: then it stays
 
 
 def roll_back(plan: RunPlan, adapters: Path) -> None:
@@ -425,7 +428,7 @@ async def wait_for_trainer_exit(plan: RunPlan, exited: Coroutine[Any, Any, None]
 def start_trainer(start: Start, supervisor: Supervisor) -> None:
     """Start the ranks of this machine, and let the others know."""
     plan, trainer = start.plan, start.plan.config.trainer
-    begun = TrainerStart(uuid.uuid4().hex, start.resume)
+    begun = TrainerStart(uuid.uuid4().hex, start.resume, sha256_file(plan.run.config_path))
     if trainer.hosts > 1:
         announce(plan.run.rendezvous, begun)
         logger.info(

@@ -44,7 +44,7 @@ def temporary_sibling(path: Path) -> Path:
 
 
 @contextmanager
-def atomic_file(path: Path, num_bytes: int = 0) -> Iterator[Path]:
+def atomic_file(path: Path, num_bytes: int = 0, *, once: bool = False) -> Iterator[Path]:
     """Yield a temporary path to write, renamed to `path` on success.
 
     An error removes the temporary file and leaves `path` unchanged.
@@ -52,6 +52,7 @@ def atomic_file(path: Path, num_bytes: int = 0) -> Iterator[Path]:
     Args:
         num_bytes: approximate size, checked against free space before writing. 0 (small files) may use the
             reserve (RESERVE_BYTES).
+        once: leave a file that exists, also one that another machine made and this one does not see yet.
 
     Raises WriteFailed.
     """
@@ -64,7 +65,7 @@ def atomic_file(path: Path, num_bytes: int = 0) -> Iterator[Path]:
         try:
             yield temporary
             fsync_path(temporary)
-            os.replace(temporary, path)
+            (_link_once if once else os.replace)(temporary, path)
             fsync_path(path.parent)
         finally:
             _remove_file(temporary)
@@ -153,6 +154,16 @@ def _swap_by_renames(one: Path, other: Path) -> None:
     os.rename(old, one)
 
 
+def _link_once(temporary: Path, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without hard links
+        if not path.exists():
+            os.replace(temporary, path)
+
+
 def _remove_file(path: Path) -> None:
     """Remove a temporary file.
 
@@ -162,9 +173,9 @@ def _remove_file(path: Path) -> None:
         path.unlink()
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically. Raises WriteFailed."""
-    with atomic_file(path) as temporary:
+def write_json(path: Path, value: Any, *, once: bool = False) -> None:
+    """Write JSON atomically. `once`: as for `atomic_file`. Raises WriteFailed."""
+    with atomic_file(path, once=once) as temporary:
         text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
         # A lone surrogate becomes an escape such as \\udc80, which is valid JSON.
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from skylite.errors import RunFailed, convert_os_errors
@@ -25,7 +26,7 @@ _START = "start.json"
 
 def announce(rendezvous: Path, start: TrainerStart) -> None:
     """Let the other machines know of a start. `rendezvous`: the run's folder for it. Raises WriteFailed."""
-    write_json(rendezvous / _START, {"id": start.id, "resume": start.resume})
+    write_json(rendezvous / _START, asdict(start))
 
 
 def announced(rendezvous: Path) -> TrainerStart | None:
@@ -34,7 +35,7 @@ def announced(rendezvous: Path) -> TrainerStart | None:
         found = parse_json(read_text(rendezvous / _START))
         if not str(found["id"]).isalnum():  # it names files
             return None
-        return TrainerStart(str(found["id"]), bool(found["resume"]))
+        return TrainerStart(str(found["id"]), bool(found["resume"]), str(found["config"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -60,7 +61,7 @@ def wait_for_hosts(rendezvous: Path, start_id: str, hosts: int, timeout_s: float
             raise RunFailed(
                 f"{hosts - len(missing)} of {hosts} machines (trainer.hosts) joined within {timeout_s:g} s.",
                 f"Run `skylite worker --join {rendezvous.parent}` on each of the others, which must see this "
-                "folder.",
+                "folder and its locks.",
             )
         time.sleep(POLL_S)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -24,6 +25,7 @@ from skylite.untrusted_files import read_text
 from skylite.untrusted_text import parse_json
 
 LOCK_NAME = ".skylite.lock"
+LOOK_S = 0.05
 _HINT = "Choose a new folder, which skylite creates with mode 0700; or make this one yours alone (chmod 700)."
 _SYNC_HINT = f"That is lora.lora_sync_path. {_HINT}"
 MARK_NAME = "skylite-run.json"
@@ -78,7 +80,7 @@ def is_locked(lock: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS refuses LOCK_EX to who only reads
     except BlockingIOError:
         return True
     finally:
@@ -103,12 +105,17 @@ def _owned(folder: Path, owner: str) -> ConfigError:
 
 def _locked(path: Path, hint: str) -> FileIO:
     """Open and lock the file. Raises ConfigError when another process holds the lock."""
+    looks = 3
     while True:
         make_own_folder(path.parent, hint)
         stream = open_lock(path)
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if looks := looks - 1:  # `is_locked` of another process holds it for a moment
+                stream.close()
+                time.sleep(LOOK_S)
+                continue
             owner = stream.read().decode("ascii", errors="replace").strip()
             stream.close()
             raise _owned(path.parent, owner) from None

@@ -144,8 +144,7 @@ def report_error(run: RunDir, reason: dict[str, str | bool]) -> None:
     """
     # On a full disk this fails too. The parent then shows the last lines of the log, which say the same.
     with suppress(WriteFailed):
-        if not run.trainer_error_path.exists():
-            write_json(run.trainer_error_path, {**reason, "rank": int(os.environ["RANK"])})
+        write_json(run.trainer_error_path, {**reason, "rank": int(os.environ["RANK"])}, once=True)
 
 
 if __name__ == "__main__":
