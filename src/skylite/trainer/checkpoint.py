@@ -2,7 +2,7 @@
 is random.
 
 The tensors are safetensors, hashed while they are written; the rest is JSON. The adapter is replicated on
-every rank (model/policy.py), so rank 0 writes everything, and any number of ranks can resume.
+every rank (model/policy.py), so rank 0 writes and reads everything, and any number of ranks can resume.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import skylite
 from skylite.config.train import TrainConfig
 from skylite.errors import ModelError
+from skylite.model.process_group import Dist
 from skylite.run.checkpoint_folder import verify_checkpoint, write_checkpoint_manifest
 from skylite.run.files import atomic_folder
 from skylite.run.run_dir import RunDir
@@ -135,6 +136,28 @@ def load_checkpoint(
         _restore_optimizer(optimizer, moments[optimizer.name], updates[optimizer.name])
     if learned is not None:
         learned.update(numbers)
+    return step
+
+
+def share_checkpoint(
+    dist: Dist,
+    step: int,
+    optimizers: Sequence[FlatAdamW],
+    learned: dict[str, float],
+    average: Mapping[str, nn.Parameter] = NO_AVERAGE,
+) -> int:
+    """Give all ranks what rank 0 has loaded. Returns its step. All ranks call it."""
+    updates = [_num_updates(x) for x in optimizers]
+    step, numbers, updates = dist.share((step, learned, updates) if dist.is_main else None)
+    learned.update(numbers)
+    for optimizer, num_updates in zip(optimizers, updates, strict=True):
+        if not dist.is_main:
+            _restore_optimizer(optimizer, _empty_moments(optimizer), num_updates)
+        for tensors in _parts(optimizer, _moments(optimizer)).values():
+            for tensor in tensors.values():
+                dist.broadcast_(tensor)
+    for parameter in average.values():
+        dist.broadcast_(parameter.data)
     return step
 
 

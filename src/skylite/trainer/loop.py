@@ -247,8 +247,11 @@ def build_state(run: RunDir, run_config: RunConfig, dist: Dist, base: SharedBase
 
 
 def restore(state: LoopState) -> int:
-    """Load the newest checkpoint. Returns its step, or 0 if there is no checkpoint yet."""
-    steps = checkpoint_steps(state.run)
+    """Load the newest checkpoint. Returns its step, or 0 if there is no checkpoint yet.
+
+    Rank 0 chooses and reads it for all: another machine may see the folder as it was a minute ago.
+    """
+    steps = state.dist.share(checkpoint_steps(state.run) if state.dist.is_main else None)
     if not steps:
         return 0
     return state.trainer.load(state.run.checkpoint_path(steps[-1]))

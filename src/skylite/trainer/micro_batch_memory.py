@@ -113,7 +113,8 @@ def resolve_micro_batch_tokens(run: RunDir, run_config: RunConfig, policy: Polic
             run.micro_batch_path.unlink(missing_ok=True)
         return run_config
     if not tokens:
-        tokens, reason = measure_micro_batch_tokens(policy, run_config, longest_prompt(run), dist)
+        longest = dist.share(longest_prompt(run) if dist.is_main else None)
+        tokens, reason = measure_micro_batch_tokens(policy, run_config, longest, dist)
         if dist.is_main:
             write_json(run.micro_batch_path, {"tokens": tokens, "reason": reason, "setting": setting})
             print(f"micro-batches of {tokens} tokens: {reason}", flush=True)

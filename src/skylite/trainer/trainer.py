@@ -29,7 +29,7 @@ from skylite.model.policy import TEACHER, Policy, compare, lora_dropout, role_pa
 from skylite.model.process_group import Dist
 from skylite.run.run_dir import RunDir
 from skylite.trainer import precompute
-from skylite.trainer.checkpoint import load_checkpoint, save_checkpoint
+from skylite.trainer.checkpoint import load_checkpoint, save_checkpoint, share_checkpoint
 from skylite.trainer.critic import Critic, make_critic, predict_values
 from skylite.trainer.metrics import MetricSums
 from skylite.trainer.micro_batch_memory import release_cached_memory
@@ -185,8 +185,13 @@ class Trainer:
         return metrics
 
     def load(self, checkpoint: Path) -> int:
-        """Load the parameters and optimizers of all policies. Returns the checkpoint's step."""
-        return load_checkpoint(checkpoint, list(self.optimizers.values()), self.learned, self.average)
+        """Load the parameters and optimizers of all policies. Returns the checkpoint's step.
+
+        Rank 0 reads. All ranks call it.
+        """
+        loaded = (list(self.optimizers.values()), self.learned, self.average)
+        step = load_checkpoint(checkpoint, *loaded) if self.dist.is_main else 0
+        return share_checkpoint(self.dist, step, *loaded)
 
     def _policy_pass(self, micro: MicroBatch, sums: MetricSums) -> None:
         """A separate function, so that its graph is freed before the next micro-batch."""
