@@ -1,4 +1,6 @@
-"""A run on engines that somebody else started: one is killed and restarted, and a resume names another."""
+"""A run on engines that somebody else started, in folders of their own: one is killed and restarted, and a
+resume names another.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from skylite.rollout.session import read_events
 from skylite.run.run_dir import RunDir
 from tests.e2e.project import Project
 from tests.e2e.running import DEADLINE_S, running, wait_for_step
+from tests.fakes.receiver import Receiver, receivers
 from tests.fakes.vllm_server import VllmStub, vllm_servers
 from tests.tiny_models import tiny_tokenizer
 
@@ -24,12 +27,13 @@ def engine_events(root: Path) -> list[tuple[str, int]]:
     return [(e["event"], e["engine"]) for e in events if e["event"].startswith("engine_")]
 
 
-def urls(*stubs: VllmStub) -> tuple[str, str]:
-    return "--set", f"engine.urls={json.dumps([stub.url for stub in stubs])}"
+def urls(stubs: list[VllmStub], made: list[Receiver]) -> tuple[str, ...]:
+    pairs = (("engine.urls", stubs), ("engine.push_urls", made))
+    return tuple(w for name, all in pairs for w in ("--set", f"{name}={json.dumps([x.url for x in all])}"))
 
 
 def test_a_run_goes_on_without_a_killed_engine_and_takes_it_back(
-    project: Project, monkeypatch: pytest.MonkeyPatch
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("THEIR_KEY", "sesame")
     root = project.root / "by-url"
@@ -40,9 +44,12 @@ def test_a_run_goes_on_without_a_killed_engine_and_takes_it_back(
         "sync.rollout_mismatch=warn",
         "--set",
         "engine.key_env=THEIR_KEY",
+        "--set",
+        "engine.push_key_env=THEIR_KEY",
     )
-    with vllm_servers(2, token="sesame", tokenizer=tiny_tokenizer(), sample_s=0.1) as (first, second):
-        args = project.train_args("by-url", 900, *flags, *urls(first, second))
+    stubs = vllm_servers(2, token="sesame", tokenizer=tiny_tokenizer(), sample_s=0.1, hidden=root)
+    with stubs as (first, second), receivers(tmp_path, 2) as made:
+        args = project.train_args("by-url", 900, *flags, *urls([first, second], made))
         with running(project, *args) as process:
             wait_for_step(project, process, "by-url", 1)
             second.stop()
@@ -74,11 +81,12 @@ def test_a_run_goes_on_without_a_killed_engine_and_takes_it_back(
         first.log.clear()
         words = ("train", "--resume", "by-url", "--steps", str(steps[-1] + 1))
         # The key may go to an address that you name together with its variable.
-        key = ("--set", "engine.key_env=THEIR_KEY")
-        done = project.run(*words, *key, *urls(first), timeout_s=DEADLINE_S)
+        key = ("--set", "engine.key_env=THEIR_KEY", "--set", "engine.push_key_env=THEIR_KEY")
+        done = project.run(*words, *key, *urls([first], made[:1]), timeout_s=DEADLINE_S)
         assert done.returncode == 0, done.stderr
         again = {line.split()[1] for line in first.log if line.startswith("load ")}
         assert again
         assert first.adapters == {}, "the run's end unloads them"
+        assert made[0].names == [], "and deletes what it sent"
         assert not names & again, "its cache would answer for the names that it knows"
     assert not list((root / "logs").glob("engine-*")), "skylite started none"

@@ -56,4 +56,5 @@ def publish(folder: Path, version: int) -> AdapterVersion:
         canary=Canary(sequences=[[1, 2, 3]], policy_logprobs=[POLICY], base_logprobs=[BASE]),
     )
     adapter.manifest_path.write_text(manifest.model_dump_json())
+    (adapter.path / "adapter_config.json").write_text('{"r": 8}')
     return adapter

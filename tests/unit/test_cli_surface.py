@@ -42,6 +42,7 @@ FLAGS = {
         "--check-vllm", "--push", "--public", "--json", *LOGGING,
     },
     "worker": {"--join", "--interface", "--set", *LOGGING},
+    "receive": {"--host", "--port", "--ssl-certfile", "--ssl-keyfile", *LOGGING},
     "replay": {"--set", "--step", "--json", *LOGGING},
     "serve": {"--model", "--step", "--host", "--port", "--set", *LOGGING},
     "service": {
@@ -81,6 +82,7 @@ WITHOUT_JSON = {
     "worker": "watch --json follows the run",
     "serve": "runs until it is stopped",
     "service": "runs until it is stopped",
+    "receive": "runs until it is stopped",
     "chat": "a conversation",
 }
 

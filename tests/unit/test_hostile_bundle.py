@@ -292,6 +292,11 @@ def test_service_up_to_its_start(bundle: Bundle) -> None:
         refused(["service", "--model", "model", "--out", f"run-{kind}", "--dry-run"], "")
 
 
+def test_receive_into_a_link(bundle: Bundle) -> None:
+    (bundle.folder / "there").symlink_to(bundle.precious)
+    refused(["receive", "there"], "there is a symbolic link")
+
+
 @pytest.mark.parametrize("target", [*(f"run-{kind}" for kind in RUNS), "adapter"])
 def test_probe(bundle: Bundle, target: str) -> None:
     reply = call(["probe", "http://127.0.0.1:1", "--adapter", target, "--base", "model"])

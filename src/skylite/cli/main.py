@@ -27,7 +27,7 @@ class Skylite(Program):
     """Each verb is a function in the file of its name; the file's docstring is its help."""
 
     headings = {
-        "Train": ("prepare", "train", "sweep", "worker", "replay", "env"),
+        "Train": ("prepare", "train", "sweep", "worker", "receive", "replay", "env"),
         "Look at runs": ("watch", "report", "samples", "runs", "adapters"),
         "Use an adapter": ("eval", "serve", "chat", "export", "probe"),
         "Write your own loop": ("service",),

@@ -92,7 +92,7 @@ def serve(
     if spec.device == "cuda":
         check_network(config, ranks=False, isolated=False)
     warn_of_network(host)
-    template, here = run_template(served.run_config), Address(url, _api_key())
+    template, here = run_template(served.run_config), Address(url, chosen_key())
     log_template(template)
     spec = replace(
         spec,
@@ -247,7 +247,7 @@ def log_template(template: ChatTemplate) -> None:
         )
 
 
-def _api_key() -> str:
+def chosen_key() -> str:
     """The key from the environment, else a random one: every user of this machine can reach 127.0.0.1."""
     given = os.environ.get(KEY_VARIABLE)
     if given:

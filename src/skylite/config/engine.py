@@ -26,12 +26,17 @@ class EngineConfig(Section):
     engine.urls, so it is 0 there."""
     urls: list[str] = []
     """Engines that you start yourself, such as http://127.0.0.1:8001: vLLM with LoRA and runtime updating,
-    which sees the run's adapters at the same path (docs/how-to/engines.md). Empty: skylite starts
-    num_engines."""
+    which sees the run's adapters at the same path or has push_urls (docs/how-to/engines.md). Empty: skylite
+    starts num_engines."""
     key_env: str = ""
     """Environment variable with the token (API key) of the engines in urls. Empty: they ask for none."""
+    push_urls: list[str] = []
+    """Where no folder is shared: the `skylite receive` beside each engine of urls, in the same order. It gets
+    each adapter before the engine loads it. Empty: the engines see the run's folder."""
+    push_key_env: str = ""
+    """Environment variable with the token (API key) of the receivers in push_urls."""
     ca_file: str = ""
-    """File with certificates (PEM) that sign those of the engines in urls. Empty: the usual authorities."""
+    """File with certificates (PEM) that sign those of urls and push_urls. Empty: the usual authorities."""
     min_engines: int = Field(1, ge=1)
     """Of the engines in urls, one that stops answering is left out until it is back. With fewer than this
     many left the run ends, and can be resumed."""
@@ -72,19 +77,33 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def check_urls(self) -> Self:
-        for url in self.urls:
-            if not is_server(url):
-                raise ValueError(
-                    f"engine.urls names {url}, which is not the address of a server; write it like "
-                    "http://127.0.0.1:8001 (a key belongs into the variable of engine.key_env)."
-                )
-        if twice := [url for url in self.urls if self.urls.count(url) > 1]:
-            raise ValueError(f"engine.urls names {twice[0]} twice; name each engine once.")
+        for name, urls, key in (
+            ("engine.urls", self.urls, "engine.key_env"),
+            ("engine.push_urls", self.push_urls, "engine.push_key_env"),
+        ):
+            for url in urls:
+                if not is_server(url):
+                    raise ValueError(
+                        f"{name} names {url}, which is not the address of a server; write it like "
+                        f"http://127.0.0.1:8001 (a key belongs into the variable of {key})."
+                    )
+            if twice := [url for url in urls if urls.count(url) > 1]:
+                raise ValueError(f"{name} names {twice[0]} twice; name each server once.")
+        if self.urls and len(self.push_urls) not in (0, len(self.urls)):
+            raise ValueError(
+                f"engine.push_urls names {len(self.push_urls)} receivers for the {len(self.urls)} engines of "
+                "engine.urls; name one for each, in the same order, or none."
+            )
+        if self.push_key_env and not self.push_urls:
+            raise ValueError(
+                f"engine.push_key_env={self.push_key_env} is for engine.push_urls, which is empty; leave it "
+                "out."
+            )
         if self.urls and self.min_engines > len(self.urls):
             raise ValueError(
                 f"engine.min_engines={self.min_engines} is more than the {len(self.urls)} of engine.urls."
             )
-        for name in ("key_env", "ca_file"):
+        for name in ("key_env", "push_urls", "ca_file"):
             if not self.urls and getattr(self, name):
                 raise ValueError(
                     f"engine.{name}={getattr(self, name)} is for the engines of engine.urls, which is empty; "

@@ -429,8 +429,10 @@ class TrainConfig(Section):
         """The settings for a command that starts an engine itself, where the run had those of engine.urls."""
         if not self.engine.urls:
             return self
-        none = {"urls": [], "key_env": "", "ca_file": "", "min_engines": 1}
-        return self.model_copy(update={"engine": self.engine.model_copy(update={"num_engines": 1, **none})})
+        none = {"urls": [], "key_env": "", "push_urls": [], "push_key_env": "", "ca_file": ""}
+        return self.model_copy(
+            update={"engine": self.engine.model_copy(update={**none, "num_engines": 1, "min_engines": 1})}
+        )
 
     def as_sampled(self) -> Self:
         """The settings to sample from an adapter, whatever it learned from."""

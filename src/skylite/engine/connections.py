@@ -114,13 +114,13 @@ def api_key(setting: str, variable: str, name: str) -> str | None:
     return key
 
 
-def readable_by_others(setting: str, url: str, key_env: str) -> Note | None:
-    """A warning if what goes to a server can be read on its way. `key_env`: the variable with its key."""
+def readable_by_others(setting: str, url: str, key_env: str, what: str = "texts") -> Note | None:
+    """A warning if `what` goes to a server can be read on its way. `key_env`: the variable with its key."""
     parts = httpx.URL(url)
     if parts.scheme != "http" or parts.host in LOOPBACK:
         return None
-    texts = "texts and the key" if key_env else "texts"
-    return warning(f"{setting}={url} has no TLS: {texts} are readable on the way")
+    sent = f"{what} and the key" if key_env else what
+    return warning(f"{setting}={url} has no TLS: {sent} are readable on the way")
 
 
 def open_files(config: TrainConfig) -> int:
@@ -151,11 +151,16 @@ class Connections:
             return await self._prompts.post(path, json=body)
 
     async def send(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout_s: float = STATUS_TIMEOUT_S
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float = STATUS_TIMEOUT_S,
+        **more: Any,
     ) -> httpx.Response:
-        """Send a request that does not wait behind prompts. Raises EngineFailed."""
+        """Send a request that does not wait behind prompts. Raises EngineFailed. `more`: more of httpx's."""
         async with _deadline(self.name, path, timeout_s):
-            return await self._status.request(method, path, json=body)
+            return await self._status.request(method, path, json=body, **more)
 
 
 @asynccontextmanager

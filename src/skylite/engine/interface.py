@@ -68,6 +68,8 @@ class EngineSpec:
     dtype: Literal["bfloat16", "float32"]
     address: Address
     """Where it serves. A socket's folder needs mode 0700; behind a token every route asks for it."""
+    receiver: Address | None = None
+    """Where adapters are sent before it loads them. None: it sees their folder."""
     lora_rank: int | None
     """Largest rank of its adapters. None: the base alone, without LoRA."""
     target_modules: list[str] | None

@@ -6,16 +6,18 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from skylite.adapters.manifest import Canary, Manifest
 from skylite.adapters.target_modules import in_layers, predict_modules
 from skylite.config.lora import LoraConfig
 from skylite.errors import convert_os_errors
 from skylite.hub.text_model import model_shapes
 from skylite.processes.file_tree import remove_tree
-from skylite.run.files import temporary_sibling
+from skylite.run.files import sha256_file, temporary_sibling
 from skylite.run.run_dir import AdapterVersion
 
 
@@ -47,9 +49,27 @@ def probe_adapter(adapters: Path, model_path: Path, lora: LoraConfig) -> Iterato
             matrices = {"A": np.zeros((rank, inputs), np.float32), "B": np.zeros((outputs, rank), np.float32)}
             save_file({f"{name}.lora_{k}.weight": m for k, m in matrices.items()}, probe.weights_path)
             (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+            probe.manifest_path.write_text(_manifest(probe, config).model_dump_json(), encoding="utf-8")
         yield probe
     finally:
         remove_tree(folder)
+
+
+def _manifest(probe: AdapterVersion, config: dict[str, Any]) -> Manifest:
+    return Manifest(
+        version=0,
+        step=0,
+        parent=None,
+        weights_sha256=sha256_file(probe.weights_path),
+        weights_bytes=probe.weights_path.stat().st_size,
+        base_model=config["base_model_name_or_path"],
+        base_fingerprint="",
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        dtype="float32",
+        target_modules=config["target_modules"],
+        canary=Canary(sequences=[], policy_logprobs=[], base_logprobs=[]),
+    )
 
 
 def _a_module(model_path: Path, lora: LoraConfig) -> tuple[str, int, int]:

@@ -21,6 +21,7 @@ from skylite.engine.connections import Address, api_key
 from skylite.engine.engine_pool import LeftOut
 from skylite.engine.interface import Engine, EngineSpec, Launcher, Sampling, ServerFacts
 from skylite.engine.probe_adapter import probe_adapter
+from skylite.engine.pushed_adapters import PushingEngine, pushed
 from skylite.engine.retrying_engine import BACKOFF_S, RetryingEngine
 from skylite.engine.start_engines import engine_spec
 from skylite.engine.watchdog import Verify, wait_for_hang
@@ -39,14 +40,17 @@ OnChange = Callable[[int, bool], None]
 
 
 def url_specs(run_config: RunConfig, target_modules: list[str]) -> list[EngineSpec]:
-    """What a run needs of each engine of engine.urls. Raises ConfigError without their key."""
+    """What a run needs of each engine of engine.urls. Raises ConfigError without their keys."""
     engine = run_config.config.engine
     key = api_key("engine.key_env", engine.key_env, "engines of engine.urls")
+    push_key = api_key("engine.push_key_env", engine.push_key_env, "receivers of engine.push_urls")
+    receivers = [Address.parse(url, push_key, engine.ca_file) for url in engine.push_urls]
     return [
         replace(
             engine_spec(run_config, target_modules, index, Path()),
             name=f"engine-{index} at {url}",
             address=Address.parse(url, key, engine.ca_file),
+            receiver=receivers[index] if receivers else None,
         )
         for index, url in enumerate(engine.urls)
     ]
@@ -61,7 +65,10 @@ async def check_url_engine(
 ) -> ServerFacts:
     """Check that the server can serve a run with its adapters in this folder. Raises SkyliteError."""
     with probe_adapter(adapters, spec.model_path, lora) as probe:
-        return await launcher.check_server(spec, lora, probe, tokenizer)
+        if spec.receiver is None:
+            return await launcher.check_server(spec, lora, probe, tokenizer)
+        async with pushed(spec.name, spec.receiver, probe) as there:
+            return await launcher.check_server(spec, lora, there, tokenizer)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,6 +87,11 @@ class UrlEngines:
         """`check_url_engine`, in the run's folder of adapters."""
         adapters = self.run_config.resolved.identity.lora_sync_path
         return await check_url_engine(self.launcher, spec, adapters, self.run_config.config.lora)
+
+    def connect(self, spec: EngineSpec) -> Engine:
+        """A client of the engine, which gets its adapters by the receiver, if it has one."""
+        client = self.launcher.connect(spec)
+        return client if spec.receiver is None else PushingEngine(client, spec.receiver)
 
     def leave_out(self, name: str, reason: str) -> str:
         """Count an engine out. Returns how many are left, in words; raises RunFailed if these are too few."""
@@ -249,7 +261,7 @@ class UrlWatchdog:
         try:
             async with asyncio.timeout(timeout_s):
                 facts = await self._engines.check(self.spec)
-                client = self._engines.launcher.connect(replace(self.spec, base_name=facts.base_name))
+                client = self._engines.connect(replace(self.spec, base_name=facts.base_name))
                 try:
                     await self._reload(client, engine)
                 except BaseException:

@@ -47,4 +47,8 @@ def check_engines(run_config: RunConfig) -> list[Note]:
 
     facts = asyncio.run(check_all())
     unsafe = [readable_by_others("engine.urls", url, engine.key_env) for url in engine.urls]
+    unsafe += [
+        readable_by_others("engine.push_urls", url, engine.push_key_env, "adapters")
+        for url in engine.push_urls
+    ]
     return [*(note for found in facts for note in found.notes), *notes_of(*unsafe)]

@@ -290,7 +290,7 @@ SAFE_CHANGES = (
     "reward.judge.patience_s", "reward.judge.retries", "reward.judge.on_unparsed",
     "algorithm.teacher_key_env",
     "trainer.step_timeout_s", "trainer.max_restarts",
-    "engine.key_env", "engine.ca_file", "engine.min_engines",
+    "engine.key_env", "engine.push_urls", "engine.push_key_env", "engine.ca_file", "engine.min_engines",
     "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
     "data.path", "trainer.offload", "algorithm.max_feedback_tokens",
 )  # fmt: skip

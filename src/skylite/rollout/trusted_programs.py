@@ -168,14 +168,19 @@ def allow_teacher(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) -
 
 
 def allow_engines(config: TrainConfig, provenance: Provenance = NOTHING_TYPED) -> None:
-    """The same for the engines of engine.urls."""
+    """The same for the engines of engine.urls, and the receivers of engine.push_urls."""
     engine = config.engine
     if engine.urls:
         key = {"engine.key_env": engine.key_env}
         _allow_server("engines", {"engine.urls": json.dumps(engine.urls), **key}, provenance)
+    if engine.push_urls:
+        named = {"engine.push_urls": json.dumps(engine.push_urls), "engine.push_key_env": engine.push_key_env}
+        _allow_server("receivers", named, provenance, sent="adapters")
 
 
-def _allow_server(kind: str, settings: Mapping[str, str], provenance: Provenance) -> None:
+def _allow_server(
+    kind: str, settings: Mapping[str, str], provenance: Provenance, sent: str = "prompts, completions"
+) -> None:
     """`settings`: the one with the URL, and the one with the name of the key's variable, or ""."""
     url, key_env = settings.values()
     spec = f"{kind} {url} {key_env}"
@@ -186,8 +191,8 @@ def _allow_server(kind: str, settings: Mapping[str, str], provenance: Provenance
         key = f" and the key in {key_env}" if key_env else ""
         typed = " ".join(f"--set {shlex.quote(f'{name}={value}')}" for name, value in settings.items())
         raise ConfigError(
-            f"{file} sends prompts, completions{key} to the {kind} {url}, a server that you have not "
-            "named on this machine yourself; nothing was sent.",
+            f"{file} sends {sent}{key} to the {kind} {url}, a server that you have not named on this "
+            "machine yourself; nothing was sent.",
             f"If you trust it, name it: {typed}.",
         )
 

@@ -40,6 +40,10 @@ GREEDY = Sampling(
 )
 """Of one candidate a token the logprob is 0 after top-k, which is what a run needs, and less before it."""
 LARGEST_LOGPROB = 1e-3
+IF_NOT_SEEN = (
+    "Share that folder with its machine at the same path, readable for the engine's user, or choose one that "
+    "is so (lora.lora_sync_path). Where there is none, push adapters (engine.push_urls)."
+)
 _MAX_LORAS = re.compile(r'^vllm:lora_requests_info\{[^}]*max_lora="(\d+)"', re.MULTILINE)
 
 
@@ -176,11 +180,16 @@ class ServerCheck:
         why = plain(reason(reply)).rstrip(".")
         refused = reply.status_code in (httpx.codes.NOT_FOUND, httpx.codes.BAD_REQUEST)
         if refused or "Permission denied" in why:
+            whose, remedy = "the run's folder of adapters", IF_NOT_SEEN
+            if self.spec.receiver is not None:
+                whose, remedy = (
+                    "its receiver's folder",
+                    "Start `skylite receive` beside it, as the same user.",
+                )
             raise ConfigError(
-                f"{self.name} does not see the run's folder of adapters, {self.probe.path.parent} (HTTP "
-                f"{reply.status_code}: {why}).",
-                "Share that folder with its machine at the same path, readable for the engine's user, or "
-                "choose one that is so (lora.lora_sync_path).",
+                f"{self.name} does not see {whose}, {self.probe.path.parent} (HTTP {reply.status_code}: "
+                f"{why}).",
+                remedy,
             )
         if "max_lora_rank" in why:
             raise ConfigError(
