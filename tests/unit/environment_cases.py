@@ -30,6 +30,8 @@ Script = Callable[[str], str]
 class ScriptedEngine:
     """Answers by `script`, a function of the prompt's text. Records every call."""
 
+    tokens_in_flight = 0
+
     def __init__(self, script: Script = lambda prompt: "ok", delay_s: float = 0.0) -> None:
         self.script = script
         self.delay_s = delay_s

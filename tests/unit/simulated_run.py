@@ -50,6 +50,7 @@ class FakeEngine:
     """
 
     name = "fake"
+    tokens_in_flight = 0
 
     def __init__(
         self,

@@ -145,6 +145,8 @@ def tokenizer_of(number: int) -> Any:
 class TemplateEngine:
     """Gives these replies one after the other, in tokens that the tokenizer would not choose."""
 
+    tokens_in_flight = 0
+
     def __init__(self, number: int, replies: Sequence[str]) -> None:
         self.tokenizer = tokenizer_of(number)
         self.tokens = [*self.tokenizer.all_special_tokens, *FAMILIES[number].tokens]

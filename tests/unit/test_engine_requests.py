@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.engine.connections import Address
+from skylite.engine.interface import Sampling
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.vllm.client import VllmClient
 from skylite.engine.watchdog import wait_ready
@@ -22,7 +24,7 @@ from skylite.environments.single_turn import SingleTurn
 from skylite.environments.source import GroupRequest, gather_or_cancel, request_seed
 from skylite.errors import EngineFailed, RunFailed
 from skylite.run.run_dir import AdapterVersion
-from skylite.types import EncodedPrompt, ImageTokens, Prompt, Score
+from skylite.types import Call, EncodedPrompt, ImageTokens, Prompt, Score
 from tests.pictures import picture
 from tests.unit.bad_server import SAMPLING, ask_for, choice, talk
 from tests.unit.data_cases import prompt
@@ -213,6 +215,48 @@ def test_a_group_holds_score_and_penalty_of_each_completion() -> None:
         (0.0, -0.5, {"a": 0}), (1.0, -0.5, {"a": 1}),
     ]  # fmt: skip
     assert [t.calls[0].adapter_version for t in group.trajectories] == [3, 3]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_group_goes_to_the_engine_with_the_fewest_tokens_in_flight(fails: bool) -> None:
+    """100 + 2 x 2 tokens on the first engine outweigh four times 10 + 2 x 2 on the second."""
+
+    class Slow:
+        def __init__(self) -> None:
+            self.tokens_in_flight, self.lengths, self.most = 0, list[int](), 0
+
+        async def generate(
+            self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
+        ) -> list[Call]:
+            self.lengths.append(len(prompt.token_ids))
+            self.most = max(self.most, self.tokens_in_flight)
+            await asyncio.sleep(0.01)
+            if fails:
+                raise RunFailed("gone")
+            ids = list(prompt.token_ids)
+            call = Call(
+                prompt_token_ids=ids, completion_token_ids=[], sampling_logprobs=[], adapter_version=version
+            )
+            return [call] * n
+
+        def lost_s(self) -> float:
+            return 0.0
+
+    class Zero:
+        async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+            return [Score(reward=0.0) for _ in items]
+
+    lengths = [100, 10, 10, 10, 10, 50]
+    config = TrainConfig.model_validate({"rollout": {"max_completion_tokens": 2}})
+    tokenizer = ChatTokenizer(run_jobs=lambda jobs: [{"ids": [7] * n} for n in lengths], stop_token_ids=(5,))
+    engines = [Slow(), Slow()]
+    request = GroupRequest(model="m", version=3, temperature=1.0, group_size=2, engines=engines)
+    prompts = [prompt(id=str(i), messages=[{"role": "user", "content": str(i)}]) for i in range(6)]
+    with pytest.raises(RunFailed, match="gone") if fails else nullcontext():
+        asyncio.run(SingleTurn(config, tokenizer, Zero()).sample(prompts, request))
+    assert [engine.lengths for engine in engines] == [[100], [10, 10, 10, 10, 50]]
+    assert [engine.most for engine in engines] == [104, 4 * 14 + 54]
+    assert [engine.tokens_in_flight for engine in engines] == [0, 0]
 
 
 def test_the_first_failure_cancels_the_other_tasks() -> None:

@@ -95,7 +95,7 @@ def judged(judge: Judge, *groups: Group, step: int = 1) -> list[Group | None]:
     async def run() -> list[Group | None]:
         request = make_request(ScriptedEngine(), step=step)
         try:
-            return list(await asyncio.gather(*(judge.judged(g, request, i) for i, g in enumerate(groups))))
+            return list(await asyncio.gather(*(judge.judged(g, request) for g in groups)))
         finally:
             await judge.server.aclose()
 
@@ -319,7 +319,7 @@ def test_the_base_judges_on_the_runs_engine(tmp_path: Path) -> None:
         async with judge_running(config, tokenizer, tmp_path) as judge:
             assert judge is not None
             assert isinstance(judge.server, BaseJudge)
-            return await judge.judged(group_of("aaa"), make_request(engine), 0)
+            return await judge.judged(group_of("aaa"), make_request(engine))
 
     assert scores(asyncio.run(run())) == [0.3]
     assert engine.models == [("base", 0)]

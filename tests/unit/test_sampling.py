@@ -137,6 +137,8 @@ def test_a_step_with_a_nan_reward_has_metrics(rewards: list[float]) -> None:
 class FakeEngine:
     """Returns completions as long as the prompt's number. `score` decides which are correct."""
 
+    tokens_in_flight = 0
+
     def __init__(self) -> None:
         self.requests: list[tuple[int, Sampling]] = []
 

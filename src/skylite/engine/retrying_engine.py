@@ -42,6 +42,8 @@ class RetryingEngine:
         self._up.set()
         self.in_flight = 0
         """Requests that wait for their reply."""
+        self.tokens_in_flight = 0
+        """At most, of the groups that a run samples here now."""
         self._worked_at: float | None = None
         """When it last worked, by the loop's clock; None if nobody watches it."""
         self._lost_s = 0.0

@@ -96,15 +96,14 @@ class Episodes:
         return groups
 
     async def _group(self, request: GroupRequest, prompt: Prompt, index: int) -> Group | None:
-        seed, engine = request_seed(self.config.seed, request.step, index), request.engine(index)
-        tasks = [
-            asyncio.create_task(self._trajectory(request, engine, prompt, seed + i * TRAJECTORY_SEEDS, i))
-            for i in range(request.group_size)
-        ]
+        seed = request_seed(self.config.seed, request.step, index)
         try:
-            sampled = await gather_or_cancel(tasks)
+            with request.engine(request.group_size * self.config.env.max_tokens) as engine:
+                seeds = [seed + i * TRAJECTORY_SEEDS for i in range(request.group_size)]
+                trajectories = (self._trajectory(request, engine, prompt, s, i) for i, s in enumerate(seeds))
+                sampled = await gather_or_cancel([asyncio.create_task(t) for t in trajectories])
             played = Group(prompt=prompt, trajectories=tuple(t for t, _ in sampled))
-            group = played if self.judge is None else await self.judge.judged(played, request, index)
+            group = played if self.judge is None else await self.judge.judged(played, request)
             if group is None or not self.config.algorithm.shows_teacher_more or request.step == EVAL_STEP:
                 return group
             return await self._with_teacher_prompts(group, [first for _, first in sampled])

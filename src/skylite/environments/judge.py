@@ -118,7 +118,7 @@ class Judge:
         repeated, counts, self._counts = self.server.take_repeated(), self._counts, JudgeCounts()
         return {**counts.metrics(), "judge/repeated": float(repeated)}
 
-    async def judged(self, group: Group, request: GroupRequest, index: int) -> Group | None:
+    async def judged(self, group: Group, request: GroupRequest) -> Group | None:
         """The group with the judge's scores. None if one has none and reward.judge.on_unparsed is drop.
 
         In an evaluation only a judge that decides what is right is asked.
@@ -131,12 +131,12 @@ class Judge:
         counts = JudgeCounts() if request.step == EVAL_STEP else self._counts
         texts = [self._text(t) for t in group.trajectories]
         try:
-            votes = await gather_or_cancel(
-                [
-                    asyncio.create_task(self._vote(texts, group.prompt, vote, request.engine(index), counts))
-                    for vote in range(self.settings.votes)
-                ]
-            )
+            tokens = self.settings.votes * self.settings.max_tokens if self.settings.url == BASE else 0
+            with request.engine(tokens) as engine:
+                asked = (
+                    self._vote(texts, group.prompt, v, engine, counts) for v in range(self.settings.votes)
+                )
+                votes = await gather_or_cancel([asyncio.create_task(vote) for vote in asked])
         finally:
             self.answers.save()
         scores = []

@@ -9,13 +9,14 @@ from skylite.engine.interface import Sampling
 from skylite.types import Call, EncodedPrompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScriptedEngine:
     """Chooses a reply by the request's seed, so the same episode gets the same replies."""
 
     replies: Sequence[Sequence[int]]
     """Token ids of each reply, without the end-of-turn token."""
     stop_token_id: int
+    tokens_in_flight: int = 0
 
     async def generate(
         self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int

@@ -74,7 +74,7 @@ class SingleTurn:
             async with slots:
                 group: Group | None = await self._group(request, index, prompt, ids)
                 if group is not None and self.judge is not None:
-                    group = await self.judge.judged(group, request, index)
+                    group = await self.judge.judged(group, request)
                 algorithm = self.config.algorithm
                 if group is not None and algorithm.shows_teacher_more and request.step != EVAL_STEP:
                     group = await with_teacher_prompts(group, algorithm, self.tokenizer)
@@ -114,9 +114,11 @@ class SingleTurn:
             stop=tuple(rollout.stop),
             seed=request_seed(self.config.seed, request.step, index),
         )
-        calls = await request.engine(index).generate(
-            request.model, encoded, request.group_size, sampling, request.version
-        )
+        tokens = len(encoded.token_ids) + request.group_size * sampling.max_tokens
+        with request.engine(tokens) as engine:
+            calls = await engine.generate(
+                request.model, encoded, request.group_size, sampling, request.version
+            )
         scores = await self.scorer.score([(prompt, call.text) for call in calls])
         trajectories = [
             Trajectory(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -24,6 +25,9 @@ OnGroup = Callable[[Group | None], None]
 
 class Sampler(Protocol):
     """What replies are sampled from: an engine of the run, or scripted_engine.py."""
+
+    tokens_in_flight: int
+    """At most, of the groups that are sampled here now."""
 
     async def generate(
         self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
@@ -42,16 +46,22 @@ class GroupRequest:
     """Name of the adapter, or of the base, in requests to the engines."""
     version: int
     engines: Sequence[Sampler]
-    """They take turns."""
+    """Each gets the next group when it has the fewest tokens in flight."""
     temperature: float
     group_size: int = 1
     step: int = EVAL_STEP
     first_index: int = 0
     """Number of the first prompt within the step. Step and number decide the seeds."""
 
-    def engine(self, index: int) -> Sampler:
-        """The engine of a prompt, always the same: its prefix cache is reused."""
-        return self.engines[index % len(self.engines)]
+    @contextmanager
+    def engine(self, tokens: int) -> Iterator[Sampler]:
+        """The engine of a group, of at most so many tokens, until its end: it computes the prompt once."""
+        engine = min(self.engines, key=lambda engine: engine.tokens_in_flight)
+        engine.tokens_in_flight += tokens
+        try:
+            yield engine
+        finally:
+            engine.tokens_in_flight -= tokens
 
 
 class RolloutSource(Protocol):
