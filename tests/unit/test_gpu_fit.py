@@ -123,6 +123,27 @@ def test_the_bytes_of_a_divided_model(models: Path) -> None:
     assert found.parts(0)["trainer: adapter, gradient, AdamW"] == 80 * 32 * sides * 7 * 4
 
 
+def test_two_machines_divide_the_base_among_their_ranks(models: Path) -> None:
+    reply = plan(models / "72B", "--gpus", "2x8x80", "--tokens", "2048", "--json")
+    facts = json.loads(reply.out)
+    assert facts["gpus"] == "2 machines with 8 GPUs of 80 GiB each"
+    found = facts["plan"]
+    assert (found["rank_gpus"], found["engine_gpus"]) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    layer = 2 * 8192**2 + 2 * 1024 * 8192 + 8192 + 2 * 1024 + 3 * 29568 * 8192 + 2 * 8192
+    outside = 2 * 152064 * 8192 + 8192
+    shard = 72_706_203_648 * 2 // (2 * 4)
+    assert found["bytes"]["0"]["trainer: weights"] == shard + (2 * layer + outside) * 2
+    assert found["bytes"]["4"]["vLLM: weights"] == 72_706_203_648 * 2 // 4, "on the first machine alone"
+    assert found["others"].startswith(
+        "8 ranks in all: each other machine has ranks on GPU 0-3 (skylite worker"
+    )
+    assert found["others"].endswith("Its GPU 4-7 can serve: start vLLM there, and name it in engine.urls.")
+    assert "--set trainer.hosts=2 --set 'trainer.interface=\"INTERFACE\"'" in found["command"]
+    words = [word.replace("INTERFACE", "eth1") for word in shlex.split(found["command"])[2:]]
+    again = json.loads(call(["plan", "--gpus", "2x8x80", "--json", *words]).out)
+    assert again["plan"]["bytes"] == found["bytes"]
+
+
 @pytest.mark.parametrize(("shape", "count"), [("7B", 1), ("14B", 4), ("72B", 8)])
 def test_a_run_on_such_gpus_plans_the_same(
     machine: Machine, models: Path, tmp_path: Path, shape: str, count: int
@@ -279,7 +300,7 @@ def test_json_has_the_plan_for_programs(models: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["--gpus", "2x8x80"], "--gpus 2x8x80 describes 2 machines, and skylite trains on one."),
+        (["--gpus", "0x8x80"], "--gpus 0x8x80 does not begin with a number of machines"),
         (["--gpus", "8x"], "--gpus 8x does not describe 1 to 16 GPUs and the GiB of each."),
         (["--gpus", "17x80"], "--gpus 17x80 does not describe 1 to 16 GPUs"),
         (["--gpus", "8x80", "--set", "engine.tensor_parallel=4"], "num_attention_heads=14 must be"),

@@ -34,7 +34,7 @@ from skylite.resources.gpu_fit import (
     GIB,
     Fit,
     best_fit,
-    described_gpus,
+    described_machines,
     measured,
     wanted_kind,
     what_helps,
@@ -46,6 +46,9 @@ from skylite.rollout.plan import RunPlan, device_defaults
 from skylite.rollout.teacher_check import with_own_teacher
 from skylite.ui.logs import show
 
+INTERFACE = "INTERFACE"
+"""In the command of a plan for several machines, for the user to replace."""
+
 
 class PlanFlags(Flags):
     """The flags of `skylite plan` that are not settings."""
@@ -53,7 +56,11 @@ class PlanFlags(Flags):
     provenance: Provenance
     gpus: Annotated[
         str,
-        typer.Option("--gpus", metavar="NxGIB", help="GPUs of one machine: 8x80 is 8 of 80 GiB, 24 is one."),
+        typer.Option(
+            "--gpus",
+            metavar="NxGIB",
+            help="GPUs of a machine: 8x80 is 8 of 80 GiB, 24 is one, 2x8x80 two machines with 8 each.",
+        ),
     ]
     tokens: Annotated[
         int | None,
@@ -66,8 +73,9 @@ class PlanFlags(Flags):
 @takes_settings(("model.name", "lora.rank"), of="recipe")
 def plan(flags: PlanFlags) -> None:
     """Print the plan, or what would fit. Raises SkyliteError for settings that no GPUs can run."""
-    gpus = described_gpus(flags.gpus)
+    hosts, gpus = described_machines(flags.gpus)
     config, lengths = plan_config(flags.recipe, flags.provenance, flags.tokens)
+    config, lengths = on_machines(config, lengths, hosts)
     words, instead, other = command_words(flags, lengths), None, None
     with model_or_outline(config.model.name) as path, temporary_folder("plan-") as spare:
         setup = checked_setup(config, path)
@@ -86,6 +94,7 @@ def plan(flags: PlanFlags) -> None:
         f"sequences of {config.max_sequence_tokens:,} tokens"
     )
     where = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)} of {gpus[0].name}"
+    where = f"{hosts} machines with {where} each" if hosts > 1 else where
     facts = {
         "model": model,
         "gpus": where,
@@ -126,6 +135,16 @@ def plan_config(
             "Raise it, or lower rollout.max_prompt_tokens with --set.",
         )
     return device_defaults(with_settings(config, lengths), "cuda")[0], lengths
+
+
+def on_machines(
+    config: TrainConfig, settings: dict[str, Any], hosts: int
+) -> tuple[TrainConfig, dict[str, Any]]:
+    """The settings of a run on so many machines, and those that this adds to `settings`."""
+    if hosts == 1:
+        return config, settings
+    more = {"trainer.hosts": hosts, "trainer.interface": config.trainer.interface or INTERFACE}
+    return with_settings(config, more), settings | more
 
 
 def checked_setup(config: TrainConfig, model: Path) -> Setup:
@@ -171,6 +190,7 @@ def fit_facts(fit: Fit | None, words: dict[str, list[str]]) -> dict[str, Any] | 
         "sequences": fit.sequences,
         "few": fit.is_slow,
         "micro_batch_tokens": fit.tokens,
+        "others": others_text(fit),
         "checkpointing": fit.config.trainer.checkpointing,
         "settings": fit.settings,
         "warnings": [note.text for note in (*fit.placement.notes, *fit.notes) if note.is_warning],
@@ -190,6 +210,7 @@ def plan_text(facts: dict[str, Any]) -> str:
             f"does not fit. {facts['reason']}\nIt fits {facts['would_fit']}, {verdict.partition(' ')[2]}"
         )
     lines = [facts["model"], f"{facts['gpus']}: {verdict}", "", *table(plan["bytes"]), "", left_text(plan)]
+    lines += [plan["others"]] * bool(plan["others"])
     lines += [f"warning: {text}" for text in plan["warnings"]]
     if other is not None:
         settings = " ".join(f"{name}={json.dumps(value)}" for name, value in other["settings"].items())
@@ -197,6 +218,20 @@ def plan_text(facts: dict[str, Any]) -> str:
     elif facts["fits"] and len(plan["bytes"]) > 1:
         lines.append("No other placement fits.")
     return "\n".join([*lines, "", plan["command"]])
+
+
+def others_text(fit: Fit) -> str:
+    """What the machines but the first do; "" for a run on one."""
+    trainer, gpus = fit.config.trainer, fit.placement
+    if trainer.hosts == 1:
+        return ""
+    text = (
+        f"{trainer.hosts * trainer.num_ranks} ranks in all: each other machine has ranks on GPU "
+        f"{numbers_text(gpus.rank_gpus)} (skylite worker --join RUN), and the run starts no engine there."
+    )
+    if free := sorted({*gpus.engine_gpus} - {*gpus.rank_gpus}):
+        text += f" Its GPU {numbers_text(free)} can serve: start vLLM there, and name it in engine.urls."
+    return text
 
 
 def left_text(plan: dict[str, Any]) -> str:

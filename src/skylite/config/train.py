@@ -85,6 +85,11 @@ class TrainerConfig(Section):
     """Use only algorithms that give the same bits every time, and a recorded number of threads. torch raises
     RuntimeError if a GPU has no such algorithm."""
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of all machines."""
+        return self.num_ranks * self.hosts
+
     @model_validator(mode="after")
     def check_hosts(self) -> Self:
         if (self.hosts > 1) != (self.interface is not None):

@@ -117,14 +117,19 @@ class Fit:
         return parts | {FREE: (self.placement.gpus[gpu].total_bytes or 0) - sum(parts.values())}
 
 
+def described_machines(text: str) -> tuple[int, list[Gpu]]:
+    """The number of machines, and the GPUs of each, from a text like 2x8x80, or 8x80. Raises ConfigError."""
+    machines, _, each = text.partition("x") if text.count("x") == 2 else ("1", "", text)
+    if not re.fullmatch(r"[1-9]\d{0,3}", machines, re.ASCII):
+        raise ConfigError(
+            f"--gpus {text} does not begin with a number of machines.",
+            "Write it like 2x8x80, or 8x80 for one.",
+        )
+    return int(machines), described_gpus(each)
+
+
 def described_gpus(text: str) -> list[Gpu]:
     """GPUs of one machine from a text like 8x80: 8 of 80 GiB; 80 is 1x80. Raises ConfigError."""
-    if re.fullmatch(r"\d+x\d+x[\d.]+", text):
-        machines, _, each = text.partition("x")
-        raise ConfigError(
-            f"--gpus {text} describes {machines} machines, and skylite trains on one.",
-            f"Describe that one: --gpus {each}.",
-        )
     match = re.fullmatch(r"(?:(\d{1,4})x)?(\d{1,4}(?:\.\d+)?)", text, re.ASCII)
     count, size = (int(match[1] or 1), float(match[2])) if match else (0, 0.0)
     if not 1 <= count <= MOST_GPUS or size < 1:
@@ -299,10 +304,11 @@ def _changes(
         length = {COMPLETION: max(1, config.rollout.max_completion_tokens // part)}
         shorter = with_settings(config, length)
         yield f"with sequences of {shorter.max_sequence_tokens:,} tokens", length, [], shorter, setup, gpus
+    each = f"{config.trainer.hosts}x" if config.trainer.hosts > 1 else ""
     own, counts = (gpus[0].total_bytes or 0) / GIB, [n for n in (2, 4, 8, 16) if n > len(gpus)]
     larger = [(len(gpus), size) for size in USUAL_GIB if size > own]
     for n, size in [*((n, own) for n in counts), *larger, *((n, USUAL_GIB[-1]) for n in counts)]:
-        yield f"on {n}x{size:g}", {}, [], config, setup, described_gpus(f"{n}x{size:g}")
+        yield f"on {each}{n}x{size:g}", {}, [], config, setup, described_gpus(f"{n}x{size:g}")
 
 
 def with_settings(config: TrainConfig, settings: dict[str, Any]) -> TrainConfig:

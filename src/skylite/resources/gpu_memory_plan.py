@@ -250,7 +250,7 @@ def replicate_default(config: TrainConfig, setup: Setup) -> tuple[TrainConfig, s
     A quantised base is never sharded, on a CPU neither. Another one may be, if someone set it. Checkpointing
     is chosen before: to gather layers costs less than to compute again.
     """
-    ranks, own = config.trainer.num_ranks, config.trainer
+    ranks, own = config.trainer.world_size, config.trainer
     if ranks > 1 and not own.replicate_base and setup.sizes(config).quantised:
         note = f"trainer.replicate_base=true: each of the {ranks} ranks holds the quantised base in full"
         return _replicated(config), note
@@ -360,7 +360,7 @@ def trainer_memory(sizes: ModelSizes, config: TrainConfig, device: Device, dtype
 
 def _weight_bytes(sizes: ModelSizes, config: TrainConfig, item: int) -> int:
     """Of a rank's shard, and of what FSDP gathers from all: two layers, and all that is outside of layers."""
-    ranks, offload = config.trainer.num_ranks, config.trainer.offload
+    ranks, offload = config.trainer.world_size, config.trainer.offload
     if config.trainer.replicate_base or sizes.quantised:
         ranks = 1
     # A float32 model that is not sharded is stored in bfloat16 if that loses nothing (model/bf16_weights.py).
