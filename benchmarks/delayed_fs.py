@@ -24,6 +24,7 @@ import errno
 import fcntl
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -333,6 +334,7 @@ def main() -> None:
         each.add_argument("--delay", type=float, required=True, help="seconds")
         each.add_argument("--local-locks", action="store_true", help="flock does not reach the other mounts")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the mounts and namespaces must end with it
     if args.kind == "mount":
         mount(args.store, args.place, args.delay, args.local_locks)
     else:

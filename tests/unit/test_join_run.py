@@ -175,6 +175,24 @@ def test_a_worker_leaves_a_start_that_another_one_replaced(
     assert "2 machines (trainer.hosts) have joined" in caplog.text
 
 
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_filesystem_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """NFS version 3 without a lock daemon; Lustre without `flock`."""
+
+    def fail(file: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    (tmp_path / LOCK_NAME).touch()
+    monkeypatch.setattr(fcntl, "flock", fail)
+    refusal = f"{LOCK_NAME} cannot be locked: {os.strerror(number)}"
+    with pytest.raises(ConfigError, match=refusal), lock_folder(tmp_path):
+        pass
+    with pytest.raises(ConfigError, match=refusal):
+        is_locked(tmp_path / LOCK_NAME)
+
+
 def test_looking_at_a_lock_works_on_nfs_and_hinders_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

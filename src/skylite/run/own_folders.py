@@ -74,13 +74,13 @@ def lock_folder(folder: Path, hint: str = _HINT) -> Iterator[None]:
 
 
 def is_locked(lock: Path) -> bool:
-    """Whether a live process holds this lock. Changes nothing."""
+    """Whether a live process holds this lock. Changes nothing. Raises ConfigError as `_flock`."""
     try:
         descriptor = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # NFS refuses LOCK_EX to who only reads
+        _flock(descriptor, fcntl.LOCK_SH, lock)  # NFS refuses LOCK_EX to who only reads
     except BlockingIOError:
         return True
     finally:
@@ -110,7 +110,7 @@ def _locked(path: Path, hint: str) -> FileIO:
         make_own_folder(path.parent, hint)
         stream = open_lock(path)
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(stream.fileno(), fcntl.LOCK_EX, path)
         except BlockingIOError:
             if looks := looks - 1:  # `is_locked` of another process holds it for a moment
                 stream.close()
@@ -123,6 +123,20 @@ def _locked(path: Path, hint: str) -> FileIO:
             if os.path.samestat(os.fstat(stream.fileno()), path.stat()):
                 return stream
         stream.close()  # the previous owner removed the file between open and lock: try again
+
+
+def _flock(descriptor: int, operation: int, path: Path) -> None:
+    """Raises BlockingIOError while another process holds the lock, ConfigError where there are no locks."""
+    try:
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be locked: {error.strerror}.",
+            "Choose a folder on a filesystem that has flock: on NFS, version 4, or 3 with a lock daemon; on "
+            "Lustre, mounted with `flock`.",
+        ) from None
 
 
 def mark_sync_folder(recorded: RunConfig) -> None:
