@@ -305,7 +305,11 @@ def run(delay_s: float, local_locks: bool, cut: bool) -> None:
 def train_apart(trial: Trial, cut: bool) -> list[int | None]:
     """The exit codes of both machines; None: it still waits."""
     hosts = trial.hosts
-    several = ["trainer.hosts=2", f"trainer.interface={hosts.interfaces[0]}", "trainer.max_restarts=2"]
+    several = [
+        "trainer.hosts=2",
+        f"trainer.interface={hosts.interfaces[0]}",
+        f"trainer.max_restarts={2 * cut}",
+    ]
     join = ["worker", "--join", f"{SHARED}/apart", "--interface", hosts.interfaces[1]]
     with trial.on(0, *train_args(trial.project, f"{SHARED}/apart", *several)) as first:
         if cut:

@@ -79,7 +79,7 @@ def next_start(run: RunDir, joined: str = "") -> TrainerStart | Phase:
     return asyncio.run(join_run._next_start(run, joined))
 
 
-def test_a_worker_waits_for_the_run_and_says_so_once(
+def test_a_worker_waits_for_the_run_and_says_each_reason_once(
     run: RunDir, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -93,6 +93,9 @@ def test_a_worker_waits_for_the_run_and_says_so_once(
     with lock_folder(run.root):
         assert next_start(run) == start
     assert clock.now == 3
+    assert [r.message.partition("start: ")[2] for r in caplog.records[1:]] == [
+        "its trainer has not started on several machines"
+    ]
 
 
 def test_a_start_counts_only_while_its_run_lives(run: RunDir, clock: Clock) -> None:

@@ -75,7 +75,7 @@ async def _next_start(run: RunDir, joined: str) -> TrainerStart | Phase:
     This machine may see the run's files as they were: the run has ended only once its lock is free.
     """
     began = alive = time.monotonic()
-    is_said = False
+    said = ""
     while True:
         start, now = announced(run.rendezvous), time.monotonic()
         if start is not None and start.id == joined:
@@ -93,9 +93,9 @@ async def _next_start(run: RunDir, joined: str) -> TrainerStart | Phase:
                 "Start it on the first machine with trainer.hosts, in a folder that all machines share, with "
                 "its locks.",
             )
-        elif not is_said:
+        elif missing != said:
             logger.info(f"waiting up to {WAIT_S:g} s for {run.root} to start: {missing}")
-            is_said = True
+            said = missing
         await asyncio.sleep(POLL_S)
 
 
