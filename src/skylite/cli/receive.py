@@ -1,4 +1,4 @@
-"""Take a run's adapters for an engine of this machine that does not see the run's folder.
+"""Receive adapters where no folder is shared.
 
 A run with engine.push_urls sends each adapter here, and the engine loads it from FOLDER. An adapter appears
 there only with the hashes of its manifest. Ends at Ctrl-C or SIGTERM.
@@ -36,7 +36,6 @@ def receive(
         str,
         typer.Option(help="IP address to listen on. 0.0.0.0: all addresses.", rich_help_panel=SERVER),
     ] = LOOPBACK,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Its port.", rich_help_panel=SERVER)] = 8100,
     ssl_certfile: Annotated[
         Path | None,
         typer.Option(help="Its certificate (PEM), as of vLLM. Default: plain http.", rich_help_panel=SERVER),
@@ -47,6 +46,7 @@ def receive(
             help="The certificate's private key (PEM). Default: plain http.", rich_help_panel=SERVER
         ),
     ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Its port.", rich_help_panel=SERVER)] = 8100,
 ) -> None:
     """Receive until a signal. Raises SkyliteError subclasses; exits 130 after a stop by a signal."""
     from skylite.engine.receiver import run_receiver  # here, so that --help stays fast

@@ -245,14 +245,13 @@ async def run_session(
 
 def resumed_with(plan: RunPlan, settings: Mapping[str, Any]) -> RunPlan:
     """The run from its last checkpoint; with these settings, if it fits with them on the machine of now."""
-    typed = {name: Typed(value, "--set") for name, value in settings.items()}
-    try:
-        return plan_resume(plan.run, Provenance(typed=typed))
-    except ConfigError as error:
-        if not settings:
-            raise
-        logger.warning(f"{error.what} The run goes on with the placement that it had.")
-        return plan_resume(plan.run)
+    if settings:
+        typed = {name: Typed(value, "--set") for name, value in settings.items()}
+        try:
+            return plan_resume(plan.run, Provenance(typed=typed))
+        except ConfigError as error:
+            logger.warning(f"{error.what} The run goes on with the placement that it had.")
+    return plan_resume(plan.run)
 
 
 def clear_control_files(plan: RunPlan) -> None:
