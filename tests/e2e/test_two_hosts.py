@@ -58,7 +58,7 @@ def adapter(project: Project, run: str) -> dict[str, np.ndarray]:
 def test_two_machines_train_what_one_does_also_after_one_was_cut_off(
     project: Project, fake_engine: None
 ) -> None:
-    alone = project.run(*train_args(project, "alone", "trainer.num_ranks=2"), timeout_s=DEADLINE_S)
+    alone = project.run(*train_args(project, "one-machine", "trainer.num_ranks=2"), timeout_s=DEADLINE_S)
     assert alone.returncode == 0, alone.stderr
     with two_hosts() as hosts:
         several = ["trainer.hosts=2", f"trainer.interface={hosts.interfaces[0]}", "trainer.max_restarts=2"]
@@ -72,7 +72,7 @@ def test_two_machines_train_what_one_does_also_after_one_was_cut_off(
                 ended(first)
     assert [m["step"] for m in project.metrics("apart")] == list(range(1, STEPS + 1))
     assert project.status("apart")["restarts"] == {"trainer": 1}
-    expected, found = adapter(project, "alone"), adapter(project, "apart")
+    expected, found = adapter(project, "one-machine"), adapter(project, "apart")
     assert expected.keys() == found.keys()
     gap = max(float(np.abs(expected[name] - found[name]).max()) for name in expected)
     largest = max(float(np.abs(value).max()) for value in expected.values())
