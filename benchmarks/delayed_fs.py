@@ -7,7 +7,7 @@
 seconds ago: its names, the sizes behind them, and the file that a name stood for, also one that was replaced
 or deleted. Each folder has an age of its own, so changes arrive in another order. What the mount itself
 changes it sees at once; an open file shows its present bytes (close-to-open); O_EXCL and rename work as on
-the store. NFS hides less: a replaced file is opened anew. `flock` reaches the other mounts, or, with
+the store. NFS hides less: it opens a replaced file again. `flock` reaches the other mounts, or, with
 --local-locks, does not (`nolock`).
 
 `run` trains the tests' tiny model on two network namespaces, each with its own mount of the run's folder, and
@@ -37,14 +37,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import shared  # noqa: F401 -- puts the repository on the path
 
 from tests.e2e.project import COMMAND, WITH_FAKE_ENGINE, Project, make_project
 from tests.e2e.running import DEADLINE_S
 from tests.e2e.test_two_hosts import adapter, train_args
 from tests.tiny_models import make_tiny_model
-from tests.two_hosts import TwoHosts, two_hosts
+from tests.two_hosts import TwoHosts, ends_with_block, two_hosts
 
 STAT = ("st_mode", "st_size", "st_nlink", "st_uid", "st_gid", "st_ino")
 TIMES = ("st_atime", "st_mtime", "st_ctime")
@@ -268,14 +267,8 @@ class Trial:
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-        try:
+        with ends_with_block(process):
             yield process
-        finally:
-            below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-            for one in (process, *below):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
-            process.wait()
 
 
 def run(delay_s: float, local_locks: bool, cut: bool) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
 needs_two_hosts = pytest.mark.skipif(
@@ -34,6 +35,19 @@ class TwoHosts:
 
     def addresses(self, host: int) -> str:
         return run("ip", "-n", self.names[host], "-brief", "address").stdout
+
+
+@contextlib.contextmanager
+def ends_with_block(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """The process, which is gone after the block, with all below it."""
+    try:
+        yield process
+    finally:
+        below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        for one in (process, *below):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait()
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

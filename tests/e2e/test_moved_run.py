@@ -21,13 +21,13 @@ from skylite.rollout.measured_placement import MeasuredPlacement
 from tests.fakes.launcher import FakeLauncher
 
 def step_ended(self, plan, metrics):
-    return self.go_on_with({{"trainer.num_ranks": 2}}, "a test moves it") if metrics["step"] == 2 else ""
+    return self.continue_with({{"trainer.num_ranks": 2}}, "a test moves it") if metrics["step"] == 2 else ""
 
 MeasuredPlacement.step_ended = step_ended
 """
 
 
-def test_a_run_goes_on_with_another_placement(project: Project) -> None:
+def test_a_run_continues_with_another_placement(project: Project) -> None:
     (project.root / "moving.py").write_text(LAUNCHER.format(root=str(Path(__file__).parents[2])))
     chosen = (*SETTINGS, "eval.limit=0", "engine.launcher=moving.py:FakeLauncher", "shared_network=true")
     settings = [word for setting in chosen for word in ("--set", setting)]

@@ -7,14 +7,13 @@ import subprocess
 from collections.abc import Iterator
 
 import numpy as np
-import psutil
 import pytest
 from safetensors.numpy import load_file
 
 from tests.e2e.project import COMMAND, Project
 from tests.e2e.running import DEADLINE_S, wait_for_step
 from tests.torture.ground import SETTINGS
-from tests.two_hosts import TwoHosts, needs_two_hosts, two_hosts
+from tests.two_hosts import TwoHosts, ends_with_block, needs_two_hosts, two_hosts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.dist, needs_two_hosts]
 STEPS = 4
@@ -35,14 +34,8 @@ def on(host: int, hosts: TwoHosts, project: Project, *words: str) -> Iterator[su
         stderr=subprocess.STDOUT,
         text=True,
     )
-    try:
+    with ends_with_block(process):
         yield process
-    finally:
-        below = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        for one in (process, *below):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-        process.wait()
 
 
 def ended(process: subprocess.Popen[str]) -> str:

@@ -179,7 +179,7 @@ def test_measured_seconds_move_a_run_once_it_pays(
     plan, _ = placed(machine, model, tmp_path, 4, *settings)
     assert (plan.config.trainer.num_ranks, plan.config.engine.num_engines) == (2, 2)
     reason, stop, chosen = after_steps(plan, times)
-    assert stop.requested.is_set() == stop.goes_on == bool(ranks)
+    assert stop.requested.is_set() == stop.continues == bool(ranks)
     if not ranks:
         assert (reason, chosen) == ("", {})
         return
@@ -192,7 +192,7 @@ def test_measured_seconds_move_a_run_once_it_pays(
     assert moved.resolved.placement.rank_gpus == [*range(ranks)]
 
 
-def test_a_run_goes_on_if_nvidia_smi_fails(machine: Machine, model: Path, tmp_path: Path) -> None:
+def test_a_run_continues_if_nvidia_smi_fails(machine: Machine, model: Path, tmp_path: Path) -> None:
     plan, _ = placed(machine, model, tmp_path, 4)
     machine.lists(text="Failed to initialize NVML", code=9)
     with logged_messages() as logged:
@@ -203,7 +203,7 @@ def test_a_run_goes_on_if_nvidia_smi_fails(machine: Machine, model: Path, tmp_pa
 
 def test_the_user_s_signal_ends_a_run_that_would_go_on() -> None:
     stop = StopRequest(asyncio.Event())
-    MeasuredPlacement(stop).go_on_with({"trainer.num_ranks": 2}, "it is faster")
+    MeasuredPlacement(stop).continue_with({"trainer.num_ranks": 2}, "it is faster")
     assert stop.requested.is_set()
     stop.on_signal(signal.SIGINT)
     assert stop.requested.is_set()
@@ -211,7 +211,7 @@ def test_the_user_s_signal_ends_a_run_that_would_go_on() -> None:
     assert not stop.forced.is_set()
     assert not stop.take_back()
     other = StopRequest(asyncio.Event())
-    MeasuredPlacement(other).go_on_with({"trainer.num_ranks": 2}, "it is faster")
+    MeasuredPlacement(other).continue_with({"trainer.num_ranks": 2}, "it is faster")
     assert other.take_back()
     assert not other.requested.is_set()
     assert not other.take_back()

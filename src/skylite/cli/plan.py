@@ -226,7 +226,7 @@ def others_text(fit: Fit) -> str:
     if trainer.hosts == 1:
         return ""
     text = (
-        f"{trainer.hosts * trainer.num_ranks} ranks in all: each other machine has ranks on GPU "
+        f"{trainer.world_size} ranks in all: each other machine has ranks on GPU "
         f"{numbers_text(gpus.rank_gpus)} (skylite worker --join RUN), and the run starts no engine there."
     )
     if free := sorted({*gpus.engine_gpus} - {*gpus.rank_gpus}):

@@ -196,11 +196,9 @@ def best_fit(
     too_small = [refusal for refusal in refusals if isinstance(refusal, DoesNotFit)]
     if refusals and not too_small and kind is None:
         raise refusals[0]
-    return (
-        too_small[0]
-        if too_small
-        else DoesNotFit(f"{len(gpus)} GPU(s) with these settings have no placement that is {kind}.")
-    )
+    if too_small:
+        return too_small[0]
+    return DoesNotFit(f"{len(gpus)} GPU(s) with these settings have no placement that is {kind}.")
 
 
 def fit_with(config: TrainConfig, settings: dict[str, Any], setup: Setup) -> Fit:

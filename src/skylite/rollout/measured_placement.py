@@ -1,6 +1,6 @@
 """Does another placement take fewer seconds a step? Decided once, from the seconds of a run's first steps.
 
-Consumes: the metrics of steps. Waits for: nothing. Produces: settings with which the run goes on. Unblocks: a
+Consumes: the metrics of steps. Waits for: nothing. Produces: new settings for the run. Unblocks: a
 stop after the step, and then a resume with them.
 """
 
@@ -79,7 +79,7 @@ class MeasuredPlacement:
 
     stop: StopRequest
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """With which the run goes on, once it has stopped for that."""
+    """Those of the faster placement; empty if none was found."""
 
     def step_ended(self, plan: RunPlan, metrics: Mapping[str, Any]) -> str:
         """As of `StepWatch`. Logs what was compared."""
@@ -101,13 +101,13 @@ class MeasuredPlacement:
         if best is None or best.saved_s * (config.num_steps - step) < WORTH * start_s(plan):
             logger.info(f"{text}: the run stays as it is")
             return ""
-        return self.go_on_with({name: value_of(best.fit.config, name) for name in sorted(free)}, text)
+        return self.continue_with({name: value_of(best.fit.config, name) for name in sorted(free)}, text)
 
-    def go_on_with(self, settings: Mapping[str, Any], reason: str) -> str:
-        """Request a stop after which the run goes on with these settings. Returns the reason in words."""
-        self.settings, self.stop.goes_on = settings, True
+    def continue_with(self, settings: Mapping[str, Any], reason: str) -> str:
+        """Request a stop, after which the run continues with these settings. Returns the reason in words."""
+        self.settings, self.stop.continues = settings, True
         self.stop.requested.set()
-        return f"{reason}: the run stops here and goes on so"
+        return f"{reason}: the run stops here and continues with that placement"
 
 
 class Better(NamedTuple):

@@ -250,7 +250,7 @@ def resumed_with(plan: RunPlan, settings: Mapping[str, Any]) -> RunPlan:
         try:
             return plan_resume(plan.run, Provenance(typed=typed))
         except ConfigError as error:
-            logger.warning(f"{error.what} The run goes on with the placement that it had.")
+            logger.warning(f"{error.what} The run keeps its placement.")
     return plan_resume(plan.run)
 
 
@@ -320,8 +320,8 @@ async def _supervised(
         text = f"at step {plan.last_step}, to wait for other policies of its sweep"
         progress.phase("stopped", text, error=text)
         return True
-    if stop.goes_on and not finished:
-        progress.phase("stopped", "to go on with another placement")
+    if stop.continues and not finished:
+        progress.phase("stopped", "to continue with another placement")
         return False
     progress.phase("done" if finished else "stopped")
     facts = read_facts(plan.run.root)

@@ -63,15 +63,15 @@ class StopRequest:
     is_patient: bool = False
     """Ctrl-C: nobody kills the run after a while, so the step may take as long as it needs."""
     last_signal: float = -math.inf
-    goes_on: bool = False
-    """The run itself asked for the stop, and goes on after it unless a signal comes."""
+    continues: bool = False
+    """The run itself asked for the stop, and continues after it unless a signal comes."""
 
     def on_signal(self, number: int) -> None:
         """Count one signal."""
         now, before = time.monotonic(), self.last_signal
         self.last_signal = now
-        if self.goes_on:  # the first signal, then
-            self.goes_on = False
+        if self.continues:  # the first signal, then
+            self.continues = False
             self.requested.clear()
         if number == signal.SIGHUP:
             forget_terminal()
@@ -84,12 +84,12 @@ class StopRequest:
             self.forced.set()
 
     def take_back(self) -> bool:
-        """Whether the run goes on after this stop; then nothing is requested any more."""
-        goes_on, self.goes_on = self.goes_on, False
-        if goes_on:
+        """Take the stop back if the run continues after it. Returns whether it does."""
+        continues, self.continues = self.continues, False
+        if continues:
             self.requested.clear()
             self.requested_at = 0.0
-        return goes_on
+        return continues
 
     def step_ended(self) -> None:
         """Start the grace now, if the step had all the time it needed."""
