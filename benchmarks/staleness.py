@@ -12,7 +12,9 @@ Finished runs stay: call it again to go on.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import shutil
 import statistics
 import subprocess
 import time
@@ -31,6 +33,8 @@ PERIOD_S = 0.5
 BUSY_CORES = 0.1
 SIDES = ("engine-0", "trainer")
 """Names of child processes in status.json."""
+IDLE = "idle.json"
+"""Written into the folder of a run when it has ended."""
 
 
 def main() -> None:
@@ -56,10 +60,11 @@ def main() -> None:
 
 
 def train(args: argparse.Namespace, seed: int, staleness: int) -> RunDir:
-    """Train one run, and record the idle shares beside it. A finished one stays as it is."""
+    """Train one run, and record the idle shares beside it. A finished one stays, others start again."""
     run = RunDir((args.runs / f"staleness{staleness}-seed{seed}").resolve())
-    if run.root.exists():
+    if (run.root / IDLE).exists():
         return run
+    shutil.rmtree(run.root, ignore_errors=True)
     settings = dict(setting.split("=", 1) for setting in args.set)
     words = ["train", "--recipe", "gsm8k_cpu", "--data", str(args.data), "--run", str(run.root)]
     words += ["--seed", str(seed), "--steps", str(args.steps)]
@@ -68,7 +73,7 @@ def train(args: argparse.Namespace, seed: int, staleness: int) -> RunDir:
         shares = idle_shares(process, run, args.steps)
     if process.returncode:
         raise SystemExit(f"the run ended with exit code {process.returncode}")
-    write_json(run.root / "idle.json", shares)
+    write_json(run.root / IDLE, shares)
     return run
 
 
@@ -94,12 +99,12 @@ def idle_shares(process: subprocess.Popen[bytes], run: RunDir, num_steps: int) -
 def cpu_seconds(pid: int) -> float:
     """CPU seconds that a process and those below it have used so far."""
     total = 0.0
-    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        try:
-            times = process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total += times.user + times.system
+    with contextlib.suppress(psutil.NoSuchProcess):  # the run ends, and its processes with it
+        parent = psutil.Process(pid)
+        for process in [parent, *parent.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                total += times.user + times.system
     return total
 
 
@@ -113,7 +118,7 @@ def row(run: RunDir, seed: int, staleness: int) -> dict[str, Any]:
         "steps": len(later) + 1,
         "step_s": round(statistics.median(m["time/step_s"] for m in later), 2),
         "minutes": round(sum(m["time/step_s"] for m in later) / 60, 2),
-        "idle": json.loads((run.root / "idle.json").read_text(encoding="utf-8")),
+        "idle": json.loads((run.root / IDLE).read_text(encoding="utf-8")),
         "mismatch_kl": float(f"{statistics.mean(m['mismatch/kl'] for m in later):.2g}"),
         "versions_behind": round(statistics.mean(m["staleness/mean"] for m in later), 2),
         "completion_tokens": round(statistics.mean(tokens), 1),

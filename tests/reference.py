@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from skylite.config.algorithm import AlgorithmConfig, ImportanceConfig
+from skylite.config.rollout import GREEDY
 from skylite.config.train import TrainConfig
 from tests.rows import Row
 
@@ -24,6 +25,7 @@ class Before:
     ref: torch.Tensor | None = None
     teacher: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    squares: torch.Tensor | None = None
 
 
 def reference_advantages(
@@ -55,6 +57,8 @@ def _of_rewards(samples: Sequence[Row], config: TrainConfig, before: Sequence[Be
         return _whitened(rows, [_is_counted(s, samples, config) for s in samples])
     if a.advantage == "gdpo":
         return _decoupled(samples, config)
+    if a.advantage == "otb":
+        return [_less_token_baseline(i, samples, penalties, before) for i in range(len(samples))]
     rewards = [s.reward - sum(p) for s, p in zip(samples, penalties, strict=True)]
     numbers = [_group_advantage(i, samples, rewards, a.advantage) for i in range(len(samples))]
     rows = [[x] * len(s.completion_token_ids) for x, s in zip(numbers, samples, strict=True)]
@@ -64,6 +68,8 @@ def _of_rewards(samples: Sequence[Row], config: TrainConfig, before: Sequence[Be
 def _group_advantage(index: int, samples: Sequence[Row], rewards: list[float], kind: str) -> float:
     group = [i for i, s in enumerate(samples) if s.group == samples[index].group]
     mine, others = rewards[index], [rewards[i] for i in group if i != index]
+    if kind == "remax":
+        return mine - samples[index].components[GREEDY]
     mean = sum(rewards[i] for i in group) / len(group)
     if all(rewards[i] == mine for i in group):
         return 0.0
@@ -85,6 +91,30 @@ def _group_advantage(index: int, samples: Sequence[Row], rewards: list[float], k
             math.sqrt(sum((rewards[i] - mean) ** 2 for i in group) / (len(group) - 1)) + 1e-6
         )
     return mine - mean
+
+
+def _less_token_baseline(
+    index: int, samples: Sequence[Row], penalties: Sequence[list[float]], before: Sequence[Before]
+) -> list[float]:
+    """OTB: at each place, the return less the mean of the group's, weighted by the norms up to there."""
+    group = [i for i, s in enumerate(samples) if s.group == samples[index].group]
+    returns, norms = dict[int, list[float]](), dict[int, list[float]]()
+    for i in group:
+        last = len(penalties[i])
+        returns[i] = [samples[i].reward - sum(penalties[i][t:]) for t in range(last)]
+        each = [
+            1 - 2 * math.exp(p) + q for p, q in zip(before[i].old, _known(before[i].squares), strict=True)
+        ]
+        norms[i] = [sum(each[: t + 1]) for t in range(last)]
+    if len({of[0] for of in returns.values()}) == 1:
+        return [0.0] * len(returns[index])
+    found = []
+    for t, own in enumerate(returns[index]):
+        present = [i for i in group if len(returns[i]) > t]
+        total = sum(norms[i][t] for i in present)
+        baseline = sum(norms[i][t] * returns[i][t] for i in present) / total if len(present) > 1 else 0.0
+        found.append(own - baseline)
+    return found
 
 
 def _decoupled(samples: Sequence[Row], config: TrainConfig) -> list[list[float]]:
@@ -150,13 +180,23 @@ def reference_scores(model: Any, sample: Row, temperature: float) -> tuple[torch
     return torch.cat([logprobs for logprobs, _ in found]), torch.cat([entropies for _, entropies in found])
 
 
+def reference_squares(model: Any, sample: Row, temperature: float) -> torch.Tensor:
+    """[C] the sum of the squared probabilities of the vocabulary."""
+    tables = [_call_table(model, *call, temperature) for call in sample.all_calls]
+    return torch.cat([table.exp().square().sum(dim=1) for table in tables])
+
+
 def _call_scores(
     model: Any, prompt: list[int], completion: list[int], temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    ids, first = prompt + completion, len(prompt)
-    logits = model(input_ids=torch.tensor([ids])).logits[0].float() / temperature
-    table = torch.log_softmax(logits[first - 1 : -1], dim=1)
-    return table[torch.arange(len(ids) - first), torch.tensor(ids[first:])], -(table.exp() * table).sum(dim=1)
+    table = _call_table(model, prompt, completion, temperature)
+    return table[torch.arange(len(completion)), torch.tensor(completion)], -(table.exp() * table).sum(dim=1)
+
+
+def _call_table(model: Any, prompt: list[int], completion: list[int], temperature: float) -> torch.Tensor:
+    """[C, V] logprobs of each token of the vocabulary in place of each one of the completion."""
+    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].float() / temperature
+    return torch.log_softmax(logits[len(prompt) - 1 : -1], dim=1)
 
 
 def reference_loss(
@@ -223,7 +263,8 @@ def reference_before(
         if config.algorithm.uses_ref or config.algorithm.uses_teacher:
             with model.disable_adapter():
                 ref = reference_logprobs(model, sample, config.rollout.temperature)
-        found.append(Before(old, entropies, ref, ref, None if values is None else values[index]))
+        squares = reference_squares(model, sample, config.rollout.temperature)
+        found.append(Before(old, entropies, ref, ref, None if values is None else values[index], squares))
     return found
 
 

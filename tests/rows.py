@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from skylite.config.rollout import GREEDY
 from skylite.run.rollout_file import write_rollouts
 from skylite.types import Call, Group, Message, Prompt, TrainingExample, Trajectory, completion_example
 
@@ -95,10 +96,14 @@ def random_samples(seed: int, num_groups: int = 4, group_size: int = 4, shared: 
                     sampling_logprobs=logprobs,
                     reward=reward,
                     truncated=group == 2 and index == 1,
-                    components={"right": reward, "long": len(completion) / 100},
+                    components=_components(group, reward, len(completion)),
                 )
             )
     return samples
+
+
+def _components(group: int, reward: float, length: int) -> dict[str, float]:
+    return {"right": reward, "long": length / 100, GREEDY: group / 4}
 
 
 def random_episodes(seed: int, num_groups: int = 4, group_size: int = 4) -> list[Row]:
@@ -133,7 +138,7 @@ def _row_of_calls(
         sampling_logprobs=[-5.0 + rng.uniform(-2, 2) for _ in sampled],
         reward=reward,
         calls=tuple(calls),
-        components={"right": reward, "long": len(sampled) / 100},
+        components=_components(group, reward, len(sampled)),
     )
 
 

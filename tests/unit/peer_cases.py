@@ -18,6 +18,7 @@ from skylite.algorithms.policy_gradient import (
     kl_cov_selection,
 )
 from skylite.config.algorithm import AlgorithmConfig
+from skylite.config.rollout import GREEDY
 from skylite.config.train import TrainConfig
 from skylite.model.packing import PackedTokens
 from skylite.trainer.micro_batches import MicroBatch
@@ -69,6 +70,17 @@ class Case:
     @property
     def float_mask(self) -> Tensor:
         return self.mask.to(self.policy.dtype)
+
+    @property
+    def sum_squares(self) -> Tensor:
+        """[B, T] of distributions in which the token has `old` and half of the rest is one other's."""
+        p = torch.exp(self.old)
+        return p.square() + ((1 - p) / 2).square()
+
+    @property
+    def greedy(self) -> Tensor:
+        """[B] a reward for each group."""
+        return torch.from_numpy(self.groups % 3 / 4).to(self.rewards.dtype)
 
     @property
     def components(self) -> Tensor:
@@ -246,7 +258,7 @@ def samples_of(case: Case) -> list[Row]:
             sampling_logprobs=logprobs[keep].tolist(),
             reward=reward,
             truncated=length % 2 == 1,
-            components={"score": reward, "long": length / 100},
+            components={"score": reward, "long": length / 100, GREEDY: group % 3 / 4},
         )
         for n, (group, length, reward, logprobs, keep) in enumerate(rows)
     ]

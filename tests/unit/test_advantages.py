@@ -15,7 +15,10 @@ from skylite.algorithms.advantages import (
     gae,
     gdpo,
     moments,
+    optimal_token_baseline,
     pass_at_k,
+    remax,
+    score_norms,
     token_returns,
     whiten,
     zero_std_groups,
@@ -57,6 +60,45 @@ def test_groups_are_independent_and_equal_rewards_give_zeros(name):
     )
     assert both[1] == both[2] == [0.0] * 8
     assert advantages_of(name, [REWARDS, [1.0, 0, 1, 0]], [LENGTHS, LENGTHS])[0] == alone
+
+
+def test_remax_subtracts_the_reward_of_the_greedy_completion():
+    rewards, greedy = torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([[1.0, 1.0], [0.25, 0.25]])
+    assert remax(rewards, greedy).tolist() == [[0, -1], [0.25, 0.25]]
+
+
+def test_the_optimal_token_baseline_weighs_returns_by_the_norms_so_far():
+    # Two completions of 3 and 2 tokens earn 1 and 0, with the norms 1, 2, 4 and 3, 0. The sums so far:
+    # 1, 3, 7 and 3, 3. Baselines 1 / 4, 3 / 6; the last token stands alone and has none.
+    rewards = torch.tensor([[[0.0, 0, 1], [0, 0, 0]]])
+    norms, lengths = torch.tensor([[[1.0, 2, 4], [3, 0, 0]]]), torch.tensor([[3.0, 2]])
+    found = optimal_token_baseline(rewards, norms, lengths)
+    assert found.tolist() == [[[0.75, 0.5, 1], [-0.25, -0.5, 0]]]
+    # With a penalty of 1.5 on the second token the first earns -0.5, -0.5, 1: baselines -0.5 / 4, -1.5 / 6.
+    penalised = optimal_token_baseline(rewards - torch.tensor([[[0, 1.5, 0], [0, 0, 0]]]), norms, lengths)
+    assert penalised.tolist() == [[[-0.375, -0.25, 1], [0.125, 0.25, 0]]]
+
+
+def test_the_optimal_token_baseline_of_equal_returns_and_of_certain_tokens():
+    rewards, lengths = torch.zeros(2, 3, 4), torch.tensor([[4.0, 2, 1], [4, 4, 4]])
+    rewards[0, 0, 3] = rewards[0, 1, 1] = rewards[0, 2, 0] = 0.1  # equal, although of different lengths
+    rewards[1, :, 3] = torch.tensor([1.0, 0, 0.5])
+    norms = torch.rand(2, 3, 4)
+    norms[1] = 0  # nothing moves the policy
+    found = optimal_token_baseline(rewards, norms, lengths)
+    assert found[0].tolist() == [[0.0] * 4] * 3
+    assert found[1].tolist() == [[0.5] * 4, [-0.5] * 4, [0.0] * 4], "less the plain mean"
+
+
+def test_score_norms_are_those_of_the_gradient_by_the_logits():
+    logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    table, tokens = logits.log_softmax(-1), torch.tensor([0, 6, 3, 3, 1])
+    logprobs = table[torch.arange(5), tokens]
+    (gradient,) = torch.autograd.grad(logprobs.sum(), logits)
+    wanted = gradient.square().sum(-1)
+    assert torch.allclose(score_norms(logprobs, table.exp().square().sum(-1)), wanted, atol=1e-12)
+    certain = torch.tensor([-1e-9, 0.0])
+    assert score_norms(certain, torch.tensor([1 - 1e-7, 1.0])).min() >= 0
 
 
 def test_gdpo_normalises_each_component_in_its_group_and_the_sum_over_the_step():

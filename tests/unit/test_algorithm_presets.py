@@ -29,13 +29,9 @@ def test_the_name_sets_its_row_and_nothing_else(name):
 
 
 def test_every_choice_has_a_function() -> None:
-    # pass_at_k has a parameter; Algorithm.credit_tokens computes the others
-    along_trajectories = {"pass_at_k", "reinforce++", "gae"}
-    assert set(get_args(algorithm.Advantage)) == {
-        *GROUP_ADVANTAGES,
-        *COMPONENT_ADVANTAGES,
-        *along_trajectories,
-    }
+    # pass_at_k has a parameter, remax reads a component; PolicyGradient computes the others for each token
+    others = {"pass_at_k", "remax", "reinforce++", "gae", "otb"}
+    assert set(get_args(algorithm.Advantage)) == {*GROUP_ADVANTAGES, *COMPONENT_ADVANTAGES, *others}
     assert set(get_args(algorithm.PolicyLoss)) == set(POLICY_LOSSES)
     assert set(get_args(algorithm.Aggregation)) == set(AGGREGATIONS)
     assert set(get_args(AlgorithmConfig.model_fields["kl_estimator"].annotation)) == set(KL_ESTIMATORS)
@@ -97,6 +93,24 @@ def test_gdpo_refuses_what_works_on_the_sum_of_the_rewards(setting, shown):
         ),
         ({"algorithm": {"name": "dro"}, "importance": {"cap": 3.0}}, "importance.cap=3.0 has no effect with"),
         ({"algorithm": {"kl_bias_correction": True}}, "kl_coef=0 with kl_in=loss puts none there"),
+        (
+            {"algorithm": {"name": "remax"}, "env": {"episode": "guess"}},
+            "advantage=remax asks for a greedy .* env.episode=guess",
+        ),
+        (
+            {
+                "algorithm": {"name": "remax"},
+                "reward": {"functions": ["gsm8k", "judge"], "judge": {"url": "base"}},
+            },
+            "advantage=remax asks for a greedy .* the judge",
+        ),
+        ({"algorithm": {"name": "remax", "zero_std_groups": "drop"}}, "zero_std_groups=drop is for"),
+        ({"algorithm": {"name": "remax", "at_most": {"long": 1.0}}}, "advantage=remax does not allow"),
+        ({"algorithm": {"name": "otb", "at_most": {"long": 1.0}}}, "advantage=otb does not allow"),
+        (
+            {"algorithm": {"name": "opd", "reward_weight": 1.0, "advantage": "otb"}},
+            "advantage=otb does not go with algorithm.name=opd",
+        ),
         ({"algorithm": {"name": "pass_at_k", "pass_k": 9}}, "pass_k=9 is over rollout.group_size=8"),
     ],
 )
@@ -121,6 +135,7 @@ def test_what_each_algorithm_requires():
     assert set(PRESETS) - needs_groups == {
         "ppo",
         "reinforce++",
+        "remax",
         "opd",
         "gkd",
         "opsd",

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from skylite.config.rollout import GREEDY
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
 from skylite.engine.connections import Address
@@ -21,7 +22,7 @@ from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.vllm.client import VllmClient
 from skylite.engine.watchdog import wait_ready
 from skylite.environments.single_turn import SingleTurn
-from skylite.environments.source import GroupRequest, gather_or_cancel, request_seed
+from skylite.environments.source import EVAL_STEP, GroupRequest, gather_or_cancel, request_seed
 from skylite.errors import EngineFailed, RunFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Call, EncodedPrompt, ImageTokens, Prompt, Score
@@ -215,6 +216,48 @@ def test_a_group_holds_score_and_penalty_of_each_completion() -> None:
         (0.0, -0.5, {"a": 0}), (1.0, -0.5, {"a": 1}),
     ]  # fmt: skip
     assert [t.calls[0].adapter_version for t in group.trajectories] == [3, 3]
+
+
+@pytest.mark.parametrize("step", [1, EVAL_STEP])
+def test_remax_scores_a_greedy_completion_beside_the_group(step: int) -> None:
+    """It is no trajectory, and no evaluation asks for it."""
+    asked = list[tuple[int, float]]()
+
+    class Engine:
+        tokens_in_flight = 0
+
+        async def generate(
+            self, model: str, prompt: EncodedPrompt, n: int, sampling: Sampling, version: int
+        ) -> list[Call]:
+            asked.append((n, sampling.temperature))
+            length = 2 if sampling.temperature else 4
+            return [
+                Call(
+                    prompt_token_ids=list(prompt.token_ids),
+                    completion_token_ids=[9] * length,
+                    sampling_logprobs=[-1.0] * length,
+                    text="x" * length,
+                )
+            ] * n
+
+    class Length:
+        async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+            return [Score(reward=len(text) / 8, components={"long": len(text) / 8}) for _, text in items]
+
+    config = TrainConfig.model_validate(
+        {
+            "rollout": {"max_completion_tokens": 4, "group_size": 1},
+            "algorithm": {"name": "remax", "overlong_buffer_frac": 0.5},
+        }
+    )
+    tokenizer = ChatTokenizer(run_jobs=lambda jobs: [{"ids": [7]}] * len(jobs), stop_token_ids=(5,))
+    request = GroupRequest(model="m", version=3, temperature=1.0, group_size=1, step=step, engines=[Engine()])  # type: ignore[list-item]
+    (group,) = asyncio.run(SingleTurn(config, tokenizer, Length()).sample([prompt()], request))
+    (trajectory,) = group.trajectories
+    assert (trajectory.reward, len(trajectory.calls[0].completion_token_ids)) == (0.25, 2)
+    greedy = {} if step == EVAL_STEP else {GREEDY: 0.5 - 1.0}  # its penalty counts, as in the others'
+    assert dict(trajectory.components) == {"long": 0.25, **greedy}
+    assert asked == [(1, 1.0)] if step == EVAL_STEP else [(1, 1.0), (1, 0.0)]
 
 
 @pytest.mark.parametrize("fails", [False, True])

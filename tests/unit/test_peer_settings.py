@@ -92,7 +92,11 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def fitting(preset: str, case: Case) -> Case:
-    """Peers take the old policy for the sampler."""
+    """Peers take the old policy for the sampler. In verl a group of equal rewards has an `otb`, too."""
+    if preset == "otb":
+        rewards = case.rewards.clone()
+        rewards[-GROUP:] += torch.arange(GROUP)
+        case = replace(case, rewards=rewards)
     is_sampler = AlgorithmConfig.model_validate({"name": preset}).is_unweighted
     return replace(case, old=case.rollout) if is_sampler else case
 
@@ -188,6 +192,10 @@ def verl_arguments(case: Case, estimator: str, by_std: bool) -> Settings:
         return {"values": case.values, "gamma": 1.0, "lam": 1.0}
     if estimator == "reinforce_plus_plus":
         return {"config": SimpleNamespace(gamma=1.0)}
+    if estimator == "remax":
+        return {"reward_baselines": case.greedy}
+    if estimator == "optimal_token_baseline":
+        return {"index": case.groups, "old_log_probs": case.old, "sum_pi_squared": case.sum_squares}
     return {"index": case.groups} | ({"norm_adv_by_std_in_grpo": by_std} if estimator == "grpo" else {})
 
 

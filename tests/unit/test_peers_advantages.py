@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from skylite.algorithms.advantages import GROUP_ADVANTAGES, Components, gdpo
+from skylite.algorithms.advantages import GROUP_ADVANTAGES, Components, gdpo, score_norms
 from skylite.algorithms.losses import BatchSize
 from skylite.config.train import TrainConfig
 from skylite.run.rollout_file import examples_of
-from skylite.trainer.micro_batches import MicroBatch
+from skylite.trainer.micro_batches import KEY_STRIDE, MicroBatch
 from skylite.trainer.precompute import credit
 from skylite.trainer.trainer import make_algorithm
 from tests.cases import table_of
@@ -122,10 +122,11 @@ def micro_for(case: Case, values: Tensor | None) -> MicroBatch:
         examples=examples_of(groups_of(rows)),
         numbers=list(range(len(rows))),
         tokens=packed(case),
-        keys=torch.arange(count),
+        keys=case.sequences * KEY_STRIDE + torch.cumsum(case.mask, dim=1)[case.mask] - 1,
         token_weights=torch.ones(count),
         size=BatchSize(count, len(rows), 1),
         sampling_logprobs=case.rollout[case.mask],
+        norms=score_norms(case.old, case.sum_squares)[case.mask],
         kl_penalty=0.1 * (case.old - case.ref)[case.mask],
         values=values,
     )
@@ -154,6 +155,21 @@ def test_verl_gae(verl, case, gamma, lam):
     assert micro.returns is not None
     assert_same(micro.advantages, theirs[case.mask])
     assert_same(micro.returns, returns[case.mask])
+
+
+def test_verl_optimal_token_baseline(verl, case):
+    """With a KL in the reward, so that no group has equal returns."""
+    theirs, _ = verl.core.compute_optimal_token_baseline_advantage(
+        case.token_rewards,
+        case.float_mask,
+        case.groups,
+        old_log_probs=case.old,
+        sum_pi_squared=case.sum_squares,
+    )
+    config = TrainConfig.model_validate({"algorithm": {"name": "otb", "kl_coef": 0.1, "kl_in": "reward"}})
+    micro = credited(case, micro_for(case, None), config)
+    assert micro.advantages is not None
+    assert_same(micro.advantages, theirs[case.mask].float())
 
 
 def test_skyrl_maxrl(skyrl, case):

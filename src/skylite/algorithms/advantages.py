@@ -2,7 +2,8 @@
 
 Functions in GROUP_ADVANTAGES compare the trajectories of a group by reward and length, those in
 COMPONENT_ADVANTAGES by the components of the reward. `reinforce++` and
-`gae` work on tokens (`token_returns`, `gae`) and are whitened over the step.
+`gae` work on tokens (`token_returns`, `gae`) and are whitened over the step. `otb` compares the tokens of a
+group (`optimal_token_baseline`), and `remax` looks at a completion beside it.
 """
 
 from __future__ import annotations
@@ -111,6 +112,11 @@ def _share_best(place: int, best: int, k: int) -> int:
     return math.comb(best - 1, k - 2) if place < best and k > 1 else 0
 
 
+def remax(rewards: Tensor, greedy: Tensor) -> Tensor:
+    """r - reward of the greedy completion of the same prompt, all [N, G] (ReMax, arXiv 2310.10505, eq. 7)."""
+    return rewards - greedy
+
+
 def gdpo(components: Components, formulas: Mapping[str, str] = MappingProxyType({})) -> Tensor:
     """The weighted sum of each component's (r - mean) / std of the group, over its std in the step.
 
@@ -168,6 +174,42 @@ def gae(token_rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tens
     """
     following = torch.nn.functional.pad(values[..., 1:], (0, 1))
     return token_returns(token_rewards + gamma * following - values, gamma * lam)
+
+
+def score_norms(logprobs: Tensor, sum_squares: Tensor) -> Tensor:
+    """[C] squared norm of the gradient of log p(token) by the logits: 1 - 2 p + the sum of all p squared.
+
+    The Optimal Token Baseline, PMLR 306 ("logit-gradient proxy"). `sum_squares` [C]: over the vocabulary.
+    """
+    return (1 - 2 * torch.exp(logprobs) + sum_squares).clamp(min=0)  # rounding of tokens that are certain
+
+
+def optimal_token_baseline(token_rewards: Tensor, norms: Tensor, lengths: Tensor) -> Tensor:
+    """[N, G, L] G_t - B_t: the return less the baseline of least variance for the t-th token of a group.
+
+    B_t is the mean of the group's returns G_t, weighted by the norms (`score_norms`) of the tokens up to t: a
+    trajectory counts more the more its tokens so far move the policy. The Optimal Token Baseline, PMLR 306.
+    As in verl, the tokens of a longest trajectory after all others have ended have no baseline; unlike
+    there, a group whose returns are all equal has advantages of exactly 0, as with other advantages.
+
+    Args:
+        token_rewards: [N, G, L], 0 after a trajectory's last token, as are `norms`.
+        norms: [N, G, L].
+        lengths: [N, G] tokens of each trajectory.
+    """
+    returns = token_returns(token_rewards.double(), gamma=1.0)
+    place = torch.arange(returns.shape[-1], device=returns.device)
+    present = place < lengths[..., None]
+    weights = norms.double().cumsum(dim=-1) * present
+    total = weights.sum(dim=1, keepdim=True)
+    # Tokens that were all certain have no norm. Their baseline is the plain mean.
+    weights = torch.where(total > 0, weights, present.double())
+    total = weights.sum(dim=1, keepdim=True)
+    compared = present.sum(dim=1, keepdim=True) > 1
+    baseline = torch.where(compared, (returns * weights).sum(dim=1, keepdim=True) / total, 0.0)
+    first = returns[..., :1]
+    differs = (first != first[:, :1]).any(dim=1, keepdim=True)
+    return torch.where(present & differs, returns - baseline, 0.0).to(token_rewards.dtype)
 
 
 def moments(values: Tensor) -> Tensor:

@@ -102,6 +102,11 @@ class Algorithm:
         """Whether each token has an advantage of its own (`credit_tokens`)."""
         return False
 
+    @property
+    def compares_tokens(self) -> bool:
+        """Whether a token's advantage compares it with others of its group (`compare_tokens`)."""
+        return False
+
     def keep(self, rewards: Tensor, truncated: Tensor) -> Tensor:
         """Bool [N, G]: the trajectories in the loss."""
         return torch.ones_like(truncated)
@@ -125,6 +130,10 @@ class Algorithm:
 
     def credit_tokens(self, rewards: Tensor, values: Tensor) -> Tensor:
         """[S, L] the advantage of each token from its reward and the critic's value, 0 after the last one."""
+        raise NotImplementedError
+
+    def compare_tokens(self, rewards: Tensor, norms: Tensor, lengths: Tensor) -> Tensor:
+        """[N, G, L] the advantage of each token from its reward and `score_norms`, 0 after the last one."""
         raise NotImplementedError
 
     def kl_penalty(self, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

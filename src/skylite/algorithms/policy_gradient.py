@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from skylite.algorithms.advantages import Components, best, gae, token_returns, zero_std_groups
+from skylite.algorithms.advantages import (
+    Components,
+    best,
+    gae,
+    optimal_token_baseline,
+    token_returns,
+    zero_std_groups,
+)
 from skylite.algorithms.importance import importance_weights, off_policy
 from skylite.algorithms.interface import Algorithm, KeepTogether
 from skylite.algorithms.kl import KL_ESTIMATORS
@@ -63,7 +70,8 @@ class PolicyGradient(Algorithm):
     @property
     def needs_old_logprobs(self) -> bool:
         """One update with a plain loss needs none."""
-        return self.updates_per_step > 1 or self.config.selects_tokens or self.penalises_kl
+        first = self.config.selects_tokens or self.penalises_kl or self.compares_tokens
+        return self.updates_per_step > 1 or first
 
     @property
     def needs_reference(self) -> bool:
@@ -95,6 +103,10 @@ class PolicyGradient(Algorithm):
         return self.config.advantage in ("gae", "reinforce++")
 
     @property
+    def compares_tokens(self) -> bool:
+        return self.config.advantage == "otb"
+
+    @property
     def needs_components(self) -> bool:
         return bool(self.config.limits) or asks_for_components(self.config.advantage)
 
@@ -116,7 +128,7 @@ class PolicyGradient(Algorithm):
         return learn(self.config, self.learned, metrics)
 
     def credit(self, rewards: Tensor, lengths: Tensor, components: Components | None) -> Tensor | None:
-        if self.credits_tokens:
+        if self.credits_tokens or self.compares_tokens:
             return None
         if components is not None:
             rewards, components = add_limits(rewards, components, self.config, self.learned)
@@ -126,6 +138,9 @@ class PolicyGradient(Algorithm):
         if self.config.uses_critic:
             return gae(rewards, values, self.config.gamma, self.config.gae_lambda)
         return token_returns(rewards, self.config.gamma)
+
+    def compare_tokens(self, rewards: Tensor, norms: Tensor, lengths: Tensor) -> Tensor:
+        return optimal_token_baseline(rewards, norms, lengths)
 
     def kl_penalty(self, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         return self.config.kl_coef * KL_ESTIMATORS[self.config.kl_estimator](old_logprobs, ref_logprobs)

@@ -16,9 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skylite.algorithms.advantages import COMPONENT_ADVANTAGES, GROUP_ADVANTAGES, Components, pass_at_k
+from skylite.algorithms.advantages import (
+    COMPONENT_ADVANTAGES,
+    GROUP_ADVANTAGES,
+    Components,
+    pass_at_k,
+    remax,
+)
 from skylite.algorithms.losses import POLICY_LOSSES, LossInputs
 from skylite.config.algorithm import AlgorithmConfig
+from skylite.config.rollout import GREEDY
 from skylite.errors import RunFailed
 from skylite.user_functions import (
     ADVANTAGE,
@@ -49,10 +56,12 @@ def load_functions(config: AlgorithmConfig, programs: Mapping[str, str]) -> None
 
 
 def group_advantage(config: AlgorithmConfig) -> GroupAdvantage:
-    """The advantage function over groups. Not for advantages per token: gae and reinforce++."""
+    """The advantage function over groups. Not for advantages per token: gae, reinforce++ and otb."""
     spec = config.advantage
     if is_program(spec):
         return _load(spec, ADVANTAGE).advantage
+    if spec == "remax":
+        return _of_greedy
     if asks_for_components(spec):
         return partial(_of_components, COMPONENT_ADVANTAGES[spec], config.component_advantages)
     if spec == "pass_at_k":
@@ -62,7 +71,14 @@ def group_advantage(config: AlgorithmConfig) -> GroupAdvantage:
 
 def asks_for_components(spec: str) -> bool:
     """Whether the advantage needs the components of the rewards."""
-    return _load(spec, ADVANTAGE).takes_components if is_program(spec) else spec in COMPONENT_ADVANTAGES
+    if is_program(spec):
+        return _load(spec, ADVANTAGE).takes_components
+    return spec == "remax" or spec in COMPONENT_ADVANTAGES
+
+
+def _of_greedy(rewards: Tensor, lengths: Tensor, components: Components | None) -> Tensor:
+    assert components is not None
+    return remax(rewards, components[GREEDY])
 
 
 def _of_rewards(

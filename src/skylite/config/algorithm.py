@@ -24,6 +24,8 @@ Advantage = Literal[
     "reinforce++-baseline",
     "maxrl",
     "opo",
+    "otb",
+    "remax",
     "best",
     "pass_at_k",
     "gdpo",
@@ -87,6 +89,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "maxrl": {"advantage": "maxrl"},
     # arXiv 2505.23585: the baseline is the group mean weighted by completion length.
     "opo": {"advantage": "opo"},
+    # The Optimal Token Baseline, PMLR 306: the same for each token, weighted by the scores of those so far.
+    "otb": {"advantage": "otb"},
+    # arXiv 2310.10505: the baseline is the reward of a greedy completion, so a group may be a single one.
+    "remax": {"advantage": "remax", "aggregation": "seq-mean-token-sum"},
     # arXiv 2508.10751: the best of k completions counts.
     "pass_at_k": {"advantage": "pass_at_k"},
     # arXiv 2601.05242: each component of the reward is normalised in its group before they are summed.
@@ -183,8 +189,8 @@ class AlgorithmConfig(Section):
 
     name: str = "grpo"
     """Preset that fills in the other fields of this section: grpo, bnpo, dr_grpo, dapo, gspo, luspo, gmpo,
-    vespo, dppo, dro, cispo, sapo, rloo, reinforce++, reinforce++-baseline, maxrl, opo, pass_at_k, gdpo, ppo,
-    clip_cov, kl_cov, opd, gkd, opsd, sdft, sdpo, raft, online_dpo, sft, dpo or ipo."""
+    vespo, dppo, dro, cispo, sapo, rloo, reinforce++, reinforce++-baseline, maxrl, opo, otb, remax, pass_at_k,
+    gdpo, ppo, clip_cov, kl_cov, opd, gkd, opsd, sdft, sdpo, raft, online_dpo, sft, dpo or ipo."""
     advantage: Advantage | str = "grpo"
     """Formula that turns rewards into advantages (algorithms/advantages.py), or your own as FILE.py:function.
     gae needs a critic."""
@@ -398,6 +404,20 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def check_own_baseline(self) -> Self:
+        if self.advantage in ("remax", "otb") and self.uses_teacher:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} does not go with algorithm.name={self.name}, whose "
+                "teacher credits tokens; use another advantage, such as grpo."
+            )
+        if self.advantage == "remax" and self.zero_std_groups != "keep":
+            raise ValueError(
+                f"algorithm.zero_std_groups={self.zero_std_groups} is for advantages that compare a group, "
+                "and remax compares each completion with a greedy one; leave it out."
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_gdpo_rewards(self) -> Self:
         if self.advantage != "gdpo" and self.component_advantages:
             raise ValueError(
@@ -501,7 +521,7 @@ class AlgorithmConfig(Section):
         if not self.limits:
             return self
         name = "at_most" if self.at_most else "at_least"
-        if not self.compares_groups or self.advantage == "maxrl":
+        if not self.compares_groups or self.advantage in ("maxrl", "otb"):
             raise ValueError(
                 f"algorithm.{name} adds a component with a learned weight to the rewards that a group is "
                 f"compared by, which algorithm.advantage={self.advantage} does not allow; use another "
@@ -585,7 +605,12 @@ class AlgorithmConfig(Section):
     @property
     def compares_groups(self) -> bool:
         """Whether the advantage compares a completion with its group. One from a file counts as such."""
-        return self.learns_from_rewards and self.advantage not in ("gae", "reinforce++")
+        return self.learns_from_rewards and self.advantage not in ("gae", "reinforce++", "remax")
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether a prompt also needs a greedy completion, whose reward is a baseline."""
+        return self.advantage == "remax"
 
     @property
     def reads_components(self) -> bool:

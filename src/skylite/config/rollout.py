@@ -142,6 +142,8 @@ class RewardParameters(Section):
 
 METRIC = "metric/"
 """Prefix of components that are shown only."""
+GREEDY = f"{METRIC}greedy"
+"""The component with the reward of the prompt's greedy completion, which ReMax asks for."""
 
 
 def weight_of(component: str, weights: Mapping[str, float]) -> float:

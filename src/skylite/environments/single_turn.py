@@ -1,5 +1,7 @@
 """One request a prompt: the engine samples its whole group, which the rewards score on arrival.
 
+For ReMax a second request asks for a greedy completion, whose reward becomes a component of the group's.
+
 Consumes: prompts. Waits for: the tokenizer, the engines, the reward workers.
 Produces: groups of one call a trajectory. Unblocks: the step's rollout file.
 """
@@ -8,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from skylite.config.rollout import GREEDY
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer, encode_in_thread
 from skylite.engine.interface import Sampling
@@ -26,7 +29,7 @@ from skylite.environments.source import (
 )
 from skylite.environments.teacher_prompts import with_teacher_prompts
 from skylite.errors import RunFailed
-from skylite.types import EncodedPrompt, Group, Prompt, Score, Trajectory
+from skylite.types import Call, EncodedPrompt, Group, Prompt, Score, Trajectory
 
 MAX_EVALUATED_AT_ONCE = 64
 """Requests in flight of an evaluation, which may have thousands of prompts."""
@@ -114,27 +117,40 @@ class SingleTurn:
             stop=tuple(rollout.stop),
             seed=request_seed(self.config.seed, request.step, index),
         )
-        tokens = len(encoded.token_ids) + request.group_size * sampling.max_tokens
+        num_greedy = int(self.config.algorithm.needs_greedy and request.step != EVAL_STEP)
+        tokens = len(encoded.token_ids) + (request.group_size + num_greedy) * sampling.max_tokens
+        greedy = replace(sampling, temperature=0.0)
+        asked = [(request.group_size, sampling), (num_greedy, greedy)]
         with request.engine(tokens) as engine:
-            calls = await engine.generate(
-                request.model, encoded, request.group_size, sampling, request.version
+            sampled = await gather_or_cancel(
+                [
+                    asyncio.create_task(engine.generate(request.model, encoded, n, how, request.version))
+                    for n, how in asked
+                    if n
+                ]
             )
+        calls = [call for of_request in sampled for call in of_request]
         scores = await self.scorer.score([(prompt, call.text) for call in calls])
-        trajectories = [
-            Trajectory(
-                calls=(call,),
-                reward=score.reward,
-                components=score.components,
-                feedback=score.feedback,
-                penalty=overlong_penalty(
-                    len(call.completion_token_ids),
-                    max_completion_tokens=rollout.max_completion_tokens,
-                    buffer_frac=self.config.algorithm.overlong_buffer_frac,
-                ),
-            )
-            for call, score in zip(calls, scores, strict=True)
-        ]
+        trajectories = [self._trajectory(c, s) for c, s in zip(calls, scores, strict=True)]
+        if num_greedy:
+            *trajectories, baseline = trajectories
+            shown = {GREEDY: baseline.train_reward}
+            trajectories = [replace(t, components={**t.components, **shown}) for t in trajectories]
         return Group(prompt=prompt, trajectories=tuple(trajectories))
+
+    def _trajectory(self, call: Call, score: Score) -> Trajectory:
+        penalty = overlong_penalty(
+            len(call.completion_token_ids),
+            max_completion_tokens=self.config.rollout.max_completion_tokens,
+            buffer_frac=self.config.algorithm.overlong_buffer_frac,
+        )
+        return Trajectory(
+            calls=(call,),
+            reward=score.reward,
+            components=score.components,
+            feedback=score.feedback,
+            penalty=penalty,
+        )
 
 
 def _key(prompt: Prompt) -> str:

@@ -107,6 +107,20 @@ class TeacherTop(Teacher):
         return _of_taught(hidden, tokens, self.taught, head, temperature, of_chunk), self.logprobs
 
 
+@dataclass(frozen=True, slots=True)
+class SumOfSquares(Teacher):
+    """Asks for the sum of the policy's squared probabilities in place of a divergence. Teaches nothing."""
+
+    def compare(
+        self, hidden: Tensor, tokens: PackedTokens, head: Head, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """See Teacher."""
+        found = head_divergences(
+            hidden, head.to(hidden.dtype), temperature, lambda policy, _: (2 * policy).exp().sum(dim=1)
+        )[tokens.rows]
+        return found, torch.full_like(found, torch.nan)
+
+
 def _of_taught(
     hidden: Tensor,
     tokens: PackedTokens,

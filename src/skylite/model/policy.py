@@ -33,7 +33,7 @@ from skylite.config.resolved import Resolved
 from skylite.config.train import TrainConfig
 from skylite.errors import ModelError
 from skylite.model.activation_checkpointing import Checkpointing, checkpoint_layers
-from skylite.model.chunked_divergence import Head, Teacher
+from skylite.model.chunked_divergence import Head, SumOfSquares, Teacher
 from skylite.model.chunked_logprobs import token_logprobs
 from skylite.model.expert_lora import check_experts, group_expert_lora
 from skylite.model.images import ImageReader, image_reader
@@ -294,6 +294,16 @@ def compare(
     logprobs, entropies, compared = _score(policy, tokens, temperature, teacher)
     assert compared is not None
     return logprobs, entropies, *compared
+
+
+@torch.no_grad()
+def score_and_squares(
+    policy: Policy, tokens: PackedTokens, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`score`, and [C] the sum of the squared probabilities of the vocabulary in place of each token."""
+    logprobs, entropies, compared = _score(policy, tokens, temperature, SumOfSquares())
+    assert compared is not None
+    return logprobs, entropies, compared[0]
 
 
 def _score(

@@ -95,6 +95,8 @@ class MicroBatch:
     """Before the first update. None: in a step's only update the training pass computes them."""
     entropies: Tensor | None = None
     """Computed together with `old_logprobs`."""
+    norms: Tensor | None = None
+    """`score_norms`, for advantages that compare tokens."""
     kl_penalty: Tensor | None = None
     """kl_coef times the KL estimate, if the KL is subtracted from the reward."""
     values: Tensor | None = None

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from skylite.algorithms.advantages import moments, whiten
+from skylite.algorithms.advantages import moments, score_norms, whiten
 from skylite.algorithms.interface import Algorithm
 from skylite.algorithms.losses import LossInputs
 from skylite.model.chunked_divergence import Divergence, TeacherStates, TeacherTop
 from skylite.model.packing import upload
-from skylite.model.policy import REF, TEACHER, Policy, frozen_policy, score, states
+from skylite.model.policy import REF, TEACHER, Policy, frozen_policy, score, score_and_squares, states
 from skylite.model.process_group import Dist
 from skylite.trainer.critic import Critic, predict_values
-from skylite.trainer.micro_batches import MicroBatch, Table
+from skylite.trainer.micro_batches import KEY_STRIDE, MicroBatch, Table
 
 
 @torch.no_grad()
@@ -29,15 +29,23 @@ def precompute(
     policy: Policy, critic: Critic | None, micro: MicroBatch, algorithm: Algorithm, temperature: float
 ) -> MicroBatch:
     """The micro-batch with the model's outputs that the step needs before its first update."""
-    old_logprobs = entropies = kl_penalty = None
-    if algorithm.needs_old_logprobs:
+    old_logprobs = entropies = kl_penalty = norms = None
+    if algorithm.compares_tokens:
+        old_logprobs, entropies, squares = score_and_squares(policy, micro.tokens, temperature)
+        norms = score_norms(old_logprobs, squares)
+    elif algorithm.needs_old_logprobs:
         old_logprobs, entropies = score(policy, micro.tokens, temperature)
     if algorithm.penalises_kl:
         assert old_logprobs is not None
         kl_penalty = algorithm.kl_penalty(old_logprobs, ref_logprobs(policy, micro, temperature))
     values = None if critic is None else predict_values(policy, critic, micro.tokens)
     return replace(
-        micro, old_logprobs=old_logprobs, entropies=entropies, kl_penalty=kl_penalty, values=values
+        micro,
+        old_logprobs=old_logprobs,
+        entropies=entropies,
+        norms=norms,
+        kl_penalty=kl_penalty,
+        values=values,
     )
 
 
@@ -83,6 +91,8 @@ def credit(
     """The micro-batches with the advantages of their tokens, and the critic's returns. All ranks call it."""
     if algorithm.credits_tokens:
         return _credit_tokens(micro_batches, algorithm, dist)
+    if algorithm.compares_tokens:
+        return _compare_tokens(table, micro_batches, algorithm, dist)
     by_group = table.advantages
     if algorithm.penalises_kl:
         rewards = table.rewards - _kl_of_trajectories(table, micro_batches, dist)
@@ -129,6 +139,23 @@ def _credit_tokens(micro_batches: Sequence[MicroBatch], algorithm: Algorithm, di
     ]
 
 
+def _compare_tokens(
+    table: Table, micro_batches: Sequence[MicroBatch], algorithm: Algorithm, dist: Dist
+) -> list[MicroBatch]:
+    """For otb: each rank writes its tokens into a grid [N, G, L] of all, and reads their advantages there."""
+    longest = int(table.lengths.max())
+    grid = torch.zeros(2, table.lengths.numel() * longest, dtype=torch.float64, device=dist.device)
+    places = [m.keys // KEY_STRIDE * longest + m.keys % KEY_STRIDE for m in micro_batches]
+    earned = torch.split(_earned(micro_batches).to(dist.device), [len(m.keys) for m in micro_batches])
+    for micro, place, reward in zip(micro_batches, places, earned, strict=True):
+        assert micro.norms is not None
+        penalty = 0.0 if micro.kl_penalty is None else micro.kl_penalty
+        grid[:, place] = torch.stack([reward - penalty, micro.norms]).double()
+    rewards, norms = dist.all_reduce_sum_(grid).view(2, *table.lengths.shape, longest)
+    found = algorithm.compare_tokens(rewards, norms, table.lengths.to(dist.device)).float().flatten()
+    return [replace(m, advantages=found[x]) for m, x in zip(micro_batches, places, strict=True)]
+
+
 def _on_cpu(*columns: Sequence[Tensor]) -> Sequence[Tensor]:
     """For each column, the values of all micro-batches on the CPU."""
     rows = [torch.cat(list(parts)) if parts else torch.zeros(0) for parts in columns]
@@ -138,20 +165,23 @@ def _on_cpu(*columns: Sequence[Tensor]) -> Sequence[Tensor]:
 def _along_trajectories(
     micro_batches: Sequence[MicroBatch], token_rewards: Tensor, values: Tensor, algorithm: Algorithm
 ) -> Tensor:
-    """[C] advantages before whitening, from [C] KL penalties (negative) and values.
-
-    The last token of a call gets what the call earned, too.
-    """
+    """[C] advantages before whitening, from [C] KL penalties (negative) and values."""
     lengths = [length for m in micro_batches for length in m.lengths]
     if not lengths:
         return token_rewards
-    examples = [e for m in micro_batches for e in m.examples]
-    ends = np.cumsum([len(e.scored) for e in examples]) - 1
-    earned = torch.tensor([e.reward for e in examples], dtype=token_rewards.dtype)
-    rewards = token_rewards.index_add(0, torch.from_numpy(ends), earned)
+    rewards = token_rewards + _earned(micro_batches)
     padded = (pad_sequence(list(torch.split(x, lengths)), batch_first=True) for x in (rewards, values))
     advantages = algorithm.credit_tokens(*padded)
     return advantages[torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]]
+
+
+def _earned(micro_batches: Sequence[MicroBatch]) -> Tensor:
+    """[C] float32 of all micro-batches: the last token of a call gets what the call earned, others 0."""
+    examples = [e for m in micro_batches for e in m.examples]
+    lengths = [len(e.scored) for e in examples]
+    earned = torch.zeros(sum(lengths))
+    earned[np.cumsum(lengths, dtype=np.int64) - 1] = torch.tensor([e.reward for e in examples])
+    return earned
 
 
 @torch.no_grad()
