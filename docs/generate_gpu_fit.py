@@ -14,11 +14,11 @@ from pathlib import Path
 
 from write_or_check import with_section, write_or_check
 
-from skylite.cli.plan import checked_setup, plan_config
+from skylite.cli.plan import checked_setup, on_machines, plan_config
 from skylite.config.provenance import NOTHING_TYPED
 from skylite.errors import DoesNotFit
 from skylite.hub.outline import write_headers
-from skylite.resources.gpu_fit import best_fit, described_gpus
+from skylite.resources.gpu_fit import best_fit, described_machines
 
 PAGE = Path(__file__).resolve().parent / "how-to" / "gpus.md"
 SHAPES = {
@@ -32,7 +32,7 @@ SHAPES = {
     "72B": (8192, 29568, 80, 64, 8, 152064, False),
 }
 TOKENS = 2048
-GPUS = ("1x24", "1x80", "1x141", "2x80", "4x48", "8x80")
+GPUS = ("1x24", "1x80", "1x141", "2x80", "4x48", "8x80", "2x8x80")
 """As for --gpus."""
 
 
@@ -72,8 +72,10 @@ def write_shapes(folder: Path, shape: str) -> Path:
 
 def cell(model: Path, gpus: str) -> str:
     """What `skylite plan --model MODEL --gpus GPUS --tokens TOKENS` says."""
-    config, _ = plan_config(None, NOTHING_TYPED, TOKENS)
-    found = best_fit(config, checked_setup(config, model), described_gpus(gpus))
+    config, lengths = plan_config(None, NOTHING_TYPED, TOKENS)
+    hosts, each = described_machines(gpus)
+    config, _ = on_machines(config, lengths, hosts)
+    found = best_fit(config, checked_setup(config, model), each)
     if isinstance(found, DoesNotFit):
         return "no"
     settings = [f"`{name}={json.dumps(value)}`" for name, value in found.settings.items()] or ["defaults"]

@@ -1,17 +1,25 @@
-"""A run whose ranks are on two machines: network namespaces with a shared folder."""
+"""A run on two machines, which are network namespaces: its ranks share a folder, its engine needs none."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from skylite.engine.connections import KEY_VARIABLE
 from tests.e2e.project import COMMAND, Project
 from tests.e2e.running import DEADLINE_S, wait_for_step
+from tests.fakes.vllm_server import vllm_servers
+from tests.tiny_models import tiny_tokenizer
 from tests.torture.ground import SETTINGS
 from tests.two_hosts import TwoHosts, ends_with_block, needs_two_hosts, two_hosts
 
@@ -25,16 +33,28 @@ def train_args(project: Project, run: str, *extra: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def on(host: int, hosts: TwoHosts, project: Project, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """skylite on a host. Afterwards it and its descendants are gone."""
+def started(words: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A program. Afterwards it and its descendants are gone."""
     process = subprocess.Popen(
-        [*hosts.command(host), *COMMAND, *words],
-        cwd=project.root,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ
     )
     with ends_with_block(process):
+        yield process
+
+
+@contextlib.contextmanager
+def on(host: int, hosts: TwoHosts, project: Project, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """skylite on a host."""
+    with started([*hosts.command(host), *COMMAND, *words], project.root) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def without_the_folder(hosts: TwoHosts, project: Project, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A program on host 1, for which the project's folder is empty."""
+    hide = 'mount -t tmpfs none "$0" && exec "$@"'
+    command = [*hosts.command(1), "unshare", "--mount", "sh", "-c", hide, str(project.root), *words]
+    with started(command, Path(__file__).parents[2]) as process:
         yield process
 
 
@@ -42,6 +62,11 @@ def ended(process: subprocess.Popen[str]) -> str:
     output, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, output
     return output
+
+
+def wait_ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert any("ready" in line for line in process.stdout), "it ended"
 
 
 def adapter(project: Project, run: str) -> dict[str, np.ndarray]:
@@ -70,6 +95,41 @@ def test_two_machines_train_what_one_does_also_after_one_was_cut_off(
     gap = max(float(np.abs(expected[name] - found[name]).max()) for name in expected)
     largest = max(float(np.abs(value).max()) for value in expected.values())
     assert gap <= 1e-4 * largest, (gap, largest)
+
+
+def test_an_engine_on_a_machine_without_the_folder_gets_every_adapter(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "sesame")
+    flags = ("sync.rollout_mismatch=warn", f"engine.push_key_env={KEY_VARIABLE}")
+    with vllm_servers(1, tokenizer=tiny_tokenizer()) as (stub,):
+        here = train_args(project, "engine-here", f"engine.urls={json.dumps([stub.url])}", flags[0])
+        alone = project.run(*here, timeout_s=DEADLINE_S)
+        assert alone.returncode == 0, alone.stderr
+    loads = [line for line in stub.log if "probe" not in line and line.startswith("load")]
+
+    received, address = tmp_path / "received", "10.77.0.2"
+    urls = (f'engine.urls=["http://{address}:8000"]', f'engine.push_urls=["http://{address}:8100"]')
+    receive = [*COMMAND, "receive", str(received), "--host", address]
+    serve = [sys.executable, "-m", "tests.fakes.vllm_server", address, "8000"]
+    with (
+        two_hosts() as hosts,
+        without_the_folder(hosts, project, *receive) as receiver,
+        without_the_folder(hosts, project, *serve) as server,
+    ):
+        wait_ready(receiver)
+        wait_ready(server)
+        with on(0, hosts, project, *train_args(project, "engine-there", *urls, *flags)) as run:
+            ended(run)
+        assert server.poll() is None
+        receiver.send_signal(signal.SIGINT)
+        assert receiver.wait(DEADLINE_S) == 130
+    assert list(received.iterdir()) == [], "the run's end deletes what it sent"
+    assert len(loads) >= STEPS
+    assert [m["step"] for m in project.metrics("engine-there")] == list(range(1, STEPS + 1))
+    expected, found = adapter(project, "engine-here"), adapter(project, "engine-there")
+    assert expected.keys() == found.keys()
+    assert all(np.array_equal(expected[name], found[name]) for name in expected)
 
 
 def test_what_a_second_machine_lacks_is_said_before_anything_starts(

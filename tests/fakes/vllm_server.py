@@ -2,12 +2,15 @@
 
 It tells the canary's logprobs from the manifests of its adapters, and makes tokens up out of the seed. `stop`
 and `start` are a kill and a restart at the same address: adapters and counters are lost.
+
+    python -m tests.fakes.vllm_server HOST PORT    serves until it is killed
 """
 
 from __future__ import annotations
 
 import json
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -34,6 +37,7 @@ class VllmStub:
     """--logprobs-mode processed_logprobs."""
     hidden: Path | None = None
     """A folder that it does not see."""
+    host: str = "127.0.0.1"
     off: float = 0.0
     """Its canary logprobs are off by so many nats: another base."""
     hangs: bool = False
@@ -44,6 +48,8 @@ class VllmStub:
     """For /tokenize and /detokenize."""
     context: ssl.SSLContext | None = None
 
+    port: int = 0
+    """0: any."""
     url: str = ""
     adapters: dict[str, Path] = field(default_factory=dict)
     tokens: int = 0
@@ -52,7 +58,6 @@ class VllmStub:
     used_lora: bool = False
     log: list[str] = field(default_factory=list)
     """Such as `load policy-v000001`, `sample policy-v000001`, in order."""
-    _port: int = 0
     _server: ThreadingHTTPServer | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -85,12 +90,12 @@ class VllmStub:
 
             def log_message(self, format: str, *args: Any) -> None: ...
 
-        server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        server = ThreadingHTTPServer((self.host, self.port), Handler)
         server.daemon_threads = True
         if self.context is not None:
             server.socket = self.context.wrap_socket(server.socket, server_side=True)
-        self._server, self._port = server, server.server_port
-        self.url = f"http{'s' if self.context else ''}://127.0.0.1:{self._port}"
+        self._server, self.port = server, server.server_port
+        self.url = f"http{'s' if self.context else ''}://{self.host}:{self.port}"
         self.adapters, self.tokens, self.used_lora = {}, 0, False
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
@@ -210,3 +215,11 @@ def vllm_servers(count: int = 1, **facts: Any) -> Iterator[list[VllmStub]]:
         for stub in stubs:
             stub.hangs = False
             stub.stop()
+
+
+if __name__ == "__main__":
+    from tests.tiny_models import tiny_tokenizer
+
+    VllmStub(host=sys.argv[1], port=int(sys.argv[2]), tokenizer=tiny_tokenizer()).start()
+    print("ready", flush=True)
+    threading.Event().wait()

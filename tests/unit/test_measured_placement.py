@@ -103,6 +103,7 @@ def test_the_note_says_what_the_other_placement_would_leave(
     [
         (1, ("placement=split",), "1 GPU(s) with these settings have no placement that is split"),
         (2, ("trainer.num_ranks=3",), "trainer.num_ranks=3 needs 3 GPUs"),
+        (2, ("placement=split", "trainer.num_ranks=3"), "trainer.num_ranks=3 needs 3 GPUs"),
         (2, ("rollout.max_completion_tokens=30000", "engine.gpu_memory_utilization=0.02"), "does not fit"),
     ],
 )  # fmt: skip

@@ -127,6 +127,9 @@ def test_metrics_equal_the_reference(tiny_llama: Path, dist: Dist):
     assert metrics["policy/ratio_mean"] == pytest.approx(1.0)
     assert metrics["groups/zero_std_frac"] == pytest.approx(0.25)
     assert metrics["tokens/completion"] == sum(len(s.completion_token_ids) for s in samples)
+    alone = settings(algorithm={"name": "remax"}, rollout={"group_size": 1})
+    _, metrics = gradients_after_step(policy, alone, dist, random_samples(0, group_size=1))
+    assert "groups/zero_std_frac" not in metrics
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,8 @@ def chosen_fit(config: TrainConfig, setup: Setup, gpus: Sequence[Gpu], place: Pl
     kind = wanted_kind(config)
     found = best_fit(config, setup, gpus, kind, place)
     if isinstance(found, DoesNotFit):
+        if kind is not None:
+            best_fit(config, setup, gpus, place=place)  # raises if the settings are wrong for any placement
         raise found
     if not found.settings:
         return found

@@ -136,10 +136,10 @@ INTERMEDIATE = {
 
 def _group_metrics(table: Table) -> dict[str, float]:
     """Metrics that depend on the rollouts only."""
-    return {
-        "groups/zero_std_frac": sum(table.zero_std) / len(table.zero_std),
-        "groups/left_out_frac": sum(not kept for kept in table.kept) / len(table.kept),
-    }
+    left_out = {"groups/left_out_frac": sum(not kept for kept in table.kept) / len(table.kept)}
+    if table.rewards.shape[1] == 1:  # groups of one say nothing of a signal
+        return left_out
+    return {"groups/zero_std_frac": sum(table.zero_std) / len(table.zero_std), **left_out}
 
 
 def _importance_metrics(means: dict[str, float]) -> dict[str, float]:
