@@ -106,7 +106,7 @@ def _less_token_baseline(
             1 - 2 * math.exp(p) + q for p, q in zip(before[i].old, _known(before[i].squares), strict=True)
         ]
         norms[i] = [sum(each[: t + 1]) for t in range(last)]
-    if len({of[0] for of in returns.values()}) == 1:
+    if len({x for of in returns.values() for x in of}) == 1:
         return [0.0] * len(returns[index])
     found = []
     for t, own in enumerate(returns[index]):

@@ -98,7 +98,7 @@ def test_two_machines_train_what_one_does_also_after_one_was_cut_off(
 
 
 def test_an_engine_on_a_machine_without_the_folder_gets_every_adapter(
-    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "sesame")
     flags = ("sync.rollout_mismatch=warn", f"engine.push_key_env={KEY_VARIABLE}")
@@ -108,7 +108,7 @@ def test_an_engine_on_a_machine_without_the_folder_gets_every_adapter(
         assert alone.returncode == 0, alone.stderr
     loads = [line for line in stub.log if "probe" not in line and line.startswith("load")]
 
-    received, address = tmp_path / "received", "10.77.0.2"
+    received, address = tmp_path_factory.mktemp("other-machine"), "10.77.0.2"
     urls = (f'engine.urls=["http://{address}:8000"]', f'engine.push_urls=["http://{address}:8100"]')
     receive = [*COMMAND, "receive", str(received), "--host", address]
     serve = [sys.executable, "-m", "tests.fakes.vllm_server", address, "8000"]

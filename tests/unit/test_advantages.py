@@ -70,24 +70,25 @@ def test_remax_subtracts_the_reward_of_the_greedy_completion():
 def test_the_optimal_token_baseline_weighs_returns_by_the_norms_so_far():
     # Two completions of 3 and 2 tokens earn 1 and 0, with the norms 1, 2, 4 and 3, 0. The sums so far:
     # 1, 3, 7 and 3, 3. Baselines 1 / 4, 3 / 6; the last token stands alone and has none.
-    rewards = torch.tensor([[[0.0, 0, 1], [0, 0, 0]]])
-    norms, lengths = torch.tensor([[[1.0, 2, 4], [3, 0, 0]]]), torch.tensor([[3.0, 2]])
+    rewards = torch.tensor([[0.0, 0, 1], [0, 0, 0]])
+    norms, lengths = torch.tensor([[1.0, 2, 4], [3, 0, 0]]), torch.tensor([3, 2])
     found = optimal_token_baseline(rewards, norms, lengths)
-    assert found.tolist() == [[[0.75, 0.5, 1], [-0.25, -0.5, 0]]]
+    assert found.tolist() == [[0.75, 0.5, 1], [-0.25, -0.5, 0]]
     # With a penalty of 1.5 on the second token the first earns -0.5, -0.5, 1: baselines -0.5 / 4, -1.5 / 6.
-    penalised = optimal_token_baseline(rewards - torch.tensor([[[0, 1.5, 0], [0, 0, 0]]]), norms, lengths)
-    assert penalised.tolist() == [[[-0.375, -0.25, 1], [0.125, 0.25, 0]]]
+    penalised = optimal_token_baseline(rewards - torch.tensor([[0, 1.5, 0], [0, 0, 0]]), norms, lengths)
+    assert penalised.tolist() == [[-0.375, -0.25, 1], [0.125, 0.25, 0]]
 
 
 def test_the_optimal_token_baseline_of_equal_returns_and_of_certain_tokens():
-    rewards, lengths = torch.zeros(2, 3, 4), torch.tensor([[4.0, 2, 1], [4, 4, 4]])
-    rewards[0, 0, 3] = rewards[0, 1, 1] = rewards[0, 2, 0] = 0.1  # equal, although of different lengths
-    rewards[1, :, 3] = torch.tensor([1.0, 0, 0.5])
-    norms = torch.rand(2, 3, 4)
-    norms[1] = 0  # nothing moves the policy
-    found = optimal_token_baseline(rewards, norms, lengths)
-    assert found[0].tolist() == [[0.0] * 4] * 3
-    assert found[1].tolist() == [[0.5] * 4, [-0.5] * 4, [0.0] * 4], "less the plain mean"
+    norms, lengths = torch.rand(3, 4), torch.tensor([4, 2, 1])
+    equal = torch.tensor([[0, 0, 0, 0.1], [0, 0.1, 0, 0], [0.1, 0, 0, 0]])
+    assert optimal_token_baseline(equal, norms, lengths).tolist() == [[0.0] * 4] * 3
+    last = torch.tensor([[0.0, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0.5]])
+    certain = optimal_token_baseline(last, torch.zeros(3, 4), torch.tensor([4, 4, 4]))
+    assert certain.tolist() == [[0.5] * 4, [-0.5] * 4, [0.0] * 4], "less the plain mean"
+    # Equal sums that come at other times: returns 1, 0 and 1, 1.
+    found = optimal_token_baseline(torch.tensor([[1.0, 0], [0, 1]]), torch.ones(2, 2), torch.tensor([2, 2]))
+    assert found.tolist() == [[0.0, -0.5], [0.0, 0.5]]
 
 
 def test_score_norms_are_those_of_the_gradient_by_the_logits():

@@ -13,7 +13,7 @@ from skylite.algorithms.losses import (
 )
 from skylite.config import algorithm
 from skylite.config.algorithm import PRESETS, AlgorithmConfig
-from skylite.config.rollout import RewardParameters
+from skylite.config.rollout import GREEDY, RewardParameters
 from skylite.config.train import TrainConfig
 from skylite.rewards.built_in import BUILT_IN
 
@@ -105,11 +105,12 @@ def test_gdpo_refuses_what_works_on_the_sum_of_the_rewards(setting, shown):
             "advantage=remax asks for a greedy .* the judge",
         ),
         ({"algorithm": {"name": "remax", "zero_std_groups": "drop"}}, "zero_std_groups=drop is for"),
+        ({"algorithm": {"name": "dapo", "advantage": "remax"}}, "use algorithm.zero_std_groups=keep"),
         ({"algorithm": {"name": "remax", "at_most": {"long": 1.0}}}, "advantage=remax does not allow"),
         ({"algorithm": {"name": "otb", "at_most": {"long": 1.0}}}, "advantage=otb does not allow"),
         (
             {"algorithm": {"name": "opd", "reward_weight": 1.0, "advantage": "otb"}},
-            "advantage=otb does not go with algorithm.name=opd",
+            "advantage=otb does not go with the teacher of algorithm.name=opd",
         ),
         ({"algorithm": {"name": "pass_at_k", "pass_k": 9}}, "pass_k=9 is over rollout.group_size=8"),
     ],
@@ -121,6 +122,12 @@ def test_what_does_not_fit_a_rule_on_components_is_refused(settings, reason):
     TrainConfig.model_validate(
         {"algorithm": {"name": "gdpo"}, "env": {"episode": "guess", "limit_reward": names}}
     )
+
+
+def test_the_name_of_the_greedy_reward_is_taken() -> None:
+    with pytest.raises(ValueError, match=f"keeps the reward of a greedy completion as {GREEDY}"):
+        AlgorithmConfig(name="remax").check_components(["right", GREEDY])
+    AlgorithmConfig().check_components(["right", GREEDY])
 
 
 def test_an_unknown_name_is_refused_and_the_known_ones_listed():

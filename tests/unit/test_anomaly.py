@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from skylite.config.rollout import GREEDY
 from skylite.config.train import AnomalyConfig, TrainConfig
 from skylite.errors import ConfigError, TrainingDiverged
 from skylite.model.process_group import Dist
@@ -176,6 +177,9 @@ def test_an_input_that_is_not_finite_is_named() -> None:
     rows = random_episodes(0)
     rows[1].sampling_logprobs[len(rows[1].all_calls[0][1])] = float("nan")
     expected = "the engine's logprob of token 0 in turn 1 of trajectory 1 of group 0 is nan"
+    assert rollout_anomaly(examples_of(groups_of(rows))) == expected
+    rows[1] = replace(rows[0], components={GREEDY: float("nan")})
+    expected = f"the reward of the greedy completion of prompt {groups_of(rows)[0].prompt.id} is nan"
     assert rollout_anomaly(examples_of(groups_of(rows))) == expected
     for reward in ("nan", "inf", "-inf", "1e+39"):
         samples[0] = replace(samples[0], prompt_id="t/train/7")

@@ -180,7 +180,7 @@ def test_values_start_at_zero_and_learn_the_return(tiny_llama: Path, dist: Dist)
     assert history[0]["critic/loss"] == pytest.approx(first, rel=1e-5)
     assert history[-1]["critic/loss"] < 0.1 * first
     assert history[-1]["critic/explained_variance"] > 0.8
-    assert history[0]["groups/zero_std_frac"] == 1.0
+    assert "groups/zero_std_frac" not in history[0], "it says nothing of a signal here"
 
 
 def test_a_checkpoint_restores_the_critic(tiny_llama: Path, tmp_path: Path, dist: Dist) -> None:

@@ -221,7 +221,7 @@ def test_a_group_holds_score_and_penalty_of_each_completion() -> None:
 @pytest.mark.parametrize("step", [1, EVAL_STEP])
 def test_remax_scores_a_greedy_completion_beside_the_group(step: int) -> None:
     """It is no trajectory, and no evaluation asks for it."""
-    asked = list[tuple[int, float]]()
+    asked, batches = list[tuple[int, float]](), list[int]()
 
     class Engine:
         tokens_in_flight = 0
@@ -242,22 +242,24 @@ def test_remax_scores_a_greedy_completion_beside_the_group(step: int) -> None:
 
     class Length:
         async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+            batches.append(len(items))
             return [Score(reward=len(text) / 8, components={"long": len(text) / 8}) for _, text in items]
 
     config = TrainConfig.model_validate(
         {
-            "rollout": {"max_completion_tokens": 4, "group_size": 1},
+            "rollout": {"max_completion_tokens": 4, "group_size": 2},
             "algorithm": {"name": "remax", "overlong_buffer_frac": 0.5},
         }
     )
     tokenizer = ChatTokenizer(run_jobs=lambda jobs: [{"ids": [7]}] * len(jobs), stop_token_ids=(5,))
-    request = GroupRequest(model="m", version=3, temperature=1.0, group_size=1, step=step, engines=[Engine()])  # type: ignore[list-item]
+    request = GroupRequest(model="m", version=3, temperature=1.0, group_size=2, step=step, engines=[Engine()])  # type: ignore[list-item]
     (group,) = asyncio.run(SingleTurn(config, tokenizer, Length()).sample([prompt()], request))
-    (trajectory,) = group.trajectories
+    trajectory, _ = group.trajectories
     assert (trajectory.reward, len(trajectory.calls[0].completion_token_ids)) == (0.25, 2)
     greedy = {} if step == EVAL_STEP else {GREEDY: 0.5 - 1.0}  # its penalty counts, as in the others'
     assert dict(trajectory.components) == {"long": 0.25, **greedy}
-    assert asked == [(1, 1.0)] if step == EVAL_STEP else [(1, 1.0), (1, 0.0)]
+    assert asked == ([(2, 1.0)] if step == EVAL_STEP else [(2, 1.0), (1, 0.0)])
+    assert batches == ([2] if step == EVAL_STEP else [2, 1]), "a reward may compare what it gets"
 
 
 @pytest.mark.parametrize("fails", [False, True])

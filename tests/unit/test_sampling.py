@@ -18,7 +18,6 @@ from skylite.engine.canary_reading import CanaryReading
 from skylite.engine.engine_pool import EnginePool, SyncReport
 from skylite.engine.interface import Sampling
 from skylite.environments.single_turn import SingleTurn, overlong_penalty
-from skylite.rollout.loop import EqualRewards
 from skylite.rollout.plan import RunPlan
 from skylite.rollout.sampling import SampledStep, replace_zero_std_groups, sample_step
 from skylite.rollout.session import Progress, Session
@@ -236,15 +235,6 @@ def test_groups_that_could_not_be_replaced_are_logged_and_recorded(tmp_path: Pat
         4,
     )
     assert metrics["perf/completion_tokens_per_s"] == sum(2 * (i + 1) for i, _ in engine.requests) / 2.0
-
-
-def test_groups_of_one_are_not_called_equal() -> None:
-    sampled = SampledStep(groups=[group("a", 0), group("b", 1)])
-    metrics = metrics_of(sampled)
-    assert "groups/zero_std_sampled_frac" not in metrics
-    assert EqualRewards(steps=2).after(metrics) == ""
-    pairs = metrics_of(SampledStep(groups=[group("a", 0, 0), group("b", 1, 1)]))
-    assert "the policy learns nothing" in EqualRewards(steps=2).after(pairs)
 
 
 def test_the_data_set_may_run_out(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from skylite.run.rollout_file import (
     write_rollouts,
 )
 from skylite.trainer.critic import make_critic
-from skylite.trainer.micro_batches import pack
+from skylite.trainer.micro_batches import make_micro_batch, pack
 from skylite.trainer.precompute import credit
 from skylite.trainer.trainer import make_algorithm
 from skylite.types import Call, Message, TrainingExample, Trajectory
@@ -79,6 +79,19 @@ def test_the_episodes_have_several_calls_and_some_branch() -> None:
     extends = [b[0][: len(a[0] + a[1])] == a[0] + a[1] for c in calls for a, b in pairwise(c)]
     assert True in extends
     assert False in extends
+
+
+def test_the_parts_of_a_cut_trajectory_keep_their_places(tiny_llama: Path, dist: Dist) -> None:
+    """A micro-batch may get the first and the third call without the second."""
+    config = settings()
+    rows = [
+        episode(([1], [2, 3]), ([5], [6]), ([7], [8, 9]), reward=1.0),
+        episode(([1], [4]), reward=0.0),
+    ]
+    table, policy = table_of(rows, config), policy_of(tiny_llama, config, dist)
+    first, _, third = table.trajectories[0]
+    micro = make_micro_batch(table, [first, third], table.sizes[0], make_algorithm(config), policy)
+    assert micro.keys.tolist() == [0, 1, 3, 4]
 
 
 @pytest.mark.parametrize("packing", ["tree", "padded"])

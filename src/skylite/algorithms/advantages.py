@@ -185,30 +185,27 @@ def score_norms(logprobs: Tensor, sum_squares: Tensor) -> Tensor:
 
 
 def optimal_token_baseline(token_rewards: Tensor, norms: Tensor, lengths: Tensor) -> Tensor:
-    """[N, G, L] G_t - B_t: the return less the baseline of least variance for the t-th token of a group.
+    """[G, L] R_t - B_t: the return less the baseline of least variance for the t-th token of a group.
 
-    B_t is the mean of the group's returns G_t, weighted by the norms (`score_norms`) of the tokens up to t: a
+    B_t is the mean of the group's returns R_t, weighted by the norms (`score_norms`) of the tokens up to t: a
     trajectory counts more the more its tokens so far move the policy. The Optimal Token Baseline, PMLR 306.
-    As in verl, the tokens of a longest trajectory after all others have ended have no baseline; unlike
-    there, a group whose returns are all equal has advantages of exactly 0, as with other advantages.
+    As in verl, the tokens of a longest trajectory after all others have ended have no baseline. Unlike there,
+    a group whose returns are all equal has advantages of exactly 0, as with other advantages, and tokens up
+    to which no norm is above 0 have the plain mean.
 
     Args:
-        token_rewards: [N, G, L], 0 after a trajectory's last token, as are `norms`.
-        norms: [N, G, L].
-        lengths: [N, G] tokens of each trajectory.
+        token_rewards: [G, L] of one group, 0 after a trajectory's last token, as are `norms`.
+        norms: [G, L].
+        lengths: [G] tokens of each trajectory.
     """
     returns = token_returns(token_rewards.double(), gamma=1.0)
     place = torch.arange(returns.shape[-1], device=returns.device)
     present = place < lengths[..., None]
     weights = norms.double().cumsum(dim=-1) * present
-    total = weights.sum(dim=1, keepdim=True)
-    # Tokens that were all certain have no norm. Their baseline is the plain mean.
-    weights = torch.where(total > 0, weights, present.double())
-    total = weights.sum(dim=1, keepdim=True)
-    compared = present.sum(dim=1, keepdim=True) > 1
-    baseline = torch.where(compared, (returns * weights).sum(dim=1, keepdim=True) / total, 0.0)
-    first = returns[..., :1]
-    differs = (first != first[:, :1]).any(dim=1, keepdim=True)
+    weights = torch.where(weights.sum(dim=0) > 0, weights, present.double())
+    baseline = (returns * weights).sum(dim=0) / weights.sum(dim=0)
+    baseline = torch.where(present.sum(dim=0) > 1, baseline, 0.0)
+    differs = ((returns != returns[0, 0]) & present).any()
     return torch.where(present & differs, returns - baseline, 0.0).to(token_rewards.dtype)
 
 

@@ -99,7 +99,7 @@ class Algorithm:
 
     @property
     def credits_tokens(self) -> bool:
-        """Whether each token has an advantage of its own (`credit_tokens`)."""
+        """Whether a token has an advantage of its own, from its trajectory alone (`credit_tokens`)."""
         return False
 
     @property
@@ -133,7 +133,7 @@ class Algorithm:
         raise NotImplementedError
 
     def compare_tokens(self, rewards: Tensor, norms: Tensor, lengths: Tensor) -> Tensor:
-        """[N, G, L] the advantage of each token from its reward and `score_norms`, 0 after the last one."""
+        """[G, L] of one group: a token's advantage from rewards and `score_norms`, 0 after the last one."""
         raise NotImplementedError
 
     def kl_penalty(self, old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

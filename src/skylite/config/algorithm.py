@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from skylite.config.base_section import Section
 from skylite.config.judge import is_server
 from skylite.config.lora import check_modules
+from skylite.config.rollout import GREEDY
 from skylite.user_functions import is_program
 
 Advantage = Literal[
@@ -407,13 +408,13 @@ class AlgorithmConfig(Section):
     def check_own_baseline(self) -> Self:
         if self.advantage in ("remax", "otb") and self.uses_teacher:
             raise ValueError(
-                f"algorithm.advantage={self.advantage} does not go with algorithm.name={self.name}, whose "
-                "teacher credits tokens; use another advantage, such as grpo."
+                f"algorithm.advantage={self.advantage} does not go with the teacher of "
+                f"algorithm.name={self.name}; use another advantage, such as grpo."
             )
         if self.advantage == "remax" and self.zero_std_groups != "keep":
             raise ValueError(
                 f"algorithm.zero_std_groups={self.zero_std_groups} is for advantages that compare a group, "
-                "and remax compares each completion with a greedy one; leave it out."
+                "and remax compares each completion with a greedy one; use algorithm.zero_std_groups=keep."
             )
         return self
 
@@ -433,7 +434,8 @@ class AlgorithmConfig(Section):
         if self.advantage == "gdpo" and name is not None:
             raise ValueError(
                 f"algorithm.{name}={getattr(self, name)} looks at or changes the sum of a reward, and the "
-                "advantage gdpo only reads its components; leave it out."
+                f"advantage gdpo only reads its components; use algorithm.{name}="
+                f"{type(self).model_fields[name].default}."
             )
         return self
 
@@ -583,6 +585,11 @@ class AlgorithmConfig(Section):
         """Raise ValueError if settings do not fit a reward with these components. `weights`: names that have
         one.
         """
+        if self.needs_greedy and GREEDY in names:
+            raise ValueError(
+                f"algorithm.advantage={self.advantage} keeps the reward of a greedy completion as {GREEDY}, "
+                "and a reward function returns that name; give it another."
+            )
         if self.advantage == "gdpo" and len(names) < 2:
             raise ValueError(
                 "algorithm.advantage=gdpo normalises each component of a reward on its own, and this run has "

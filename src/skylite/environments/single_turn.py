@@ -117,26 +117,27 @@ class SingleTurn:
             stop=tuple(rollout.stop),
             seed=request_seed(self.config.seed, request.step, index),
         )
-        num_greedy = int(self.config.algorithm.needs_greedy and request.step != EVAL_STEP)
-        tokens = len(encoded.token_ids) + (request.group_size + num_greedy) * sampling.max_tokens
-        greedy = replace(sampling, temperature=0.0)
-        asked = [(request.group_size, sampling), (num_greedy, greedy)]
+        asked = [(request.group_size, sampling)]
+        if self.config.algorithm.needs_greedy and request.step != EVAL_STEP:
+            asked.append((1, replace(sampling, temperature=0.0)))
+        tokens = len(encoded.token_ids) + sum(n for n, _ in asked) * sampling.max_tokens
         with request.engine(tokens) as engine:
-            sampled = await gather_or_cancel(
+            sampled, *greedy = await gather_or_cancel(
                 [
                     asyncio.create_task(engine.generate(request.model, encoded, n, how, request.version))
                     for n, how in asked
-                    if n
                 ]
             )
-        calls = [call for of_request in sampled for call in of_request]
-        scores = await self.scorer.score([(prompt, call.text) for call in calls])
-        trajectories = [self._trajectory(c, s) for c, s in zip(calls, scores, strict=True)]
-        if num_greedy:
-            *trajectories, baseline = trajectories
+        trajectories = await self._scored(prompt, sampled)
+        for calls in greedy:  # scored alone, because rewards may compare the completions that they get
+            (baseline,) = await self._scored(prompt, calls)
             shown = {GREEDY: baseline.train_reward}
             trajectories = [replace(t, components={**t.components, **shown}) for t in trajectories]
         return Group(prompt=prompt, trajectories=tuple(trajectories))
+
+    async def _scored(self, prompt: Prompt, calls: Sequence[Call]) -> list[Trajectory]:
+        scores = await self.scorer.score([(prompt, call.text) for call in calls])
+        return [self._trajectory(call, score) for call, score in zip(calls, scores, strict=True)]
 
     def _trajectory(self, call: Call, score: Score) -> Trajectory:
         penalty = overlong_penalty(

@@ -146,7 +146,7 @@ def chosen_fit(config: TrainConfig, setup: Setup, gpus: Sequence[Gpu], place: Pl
     found = best_fit(config, setup, gpus, kind, place)
     if isinstance(found, DoesNotFit):
         if kind is not None:
-            best_fit(config, setup, gpus, place=place)  # raises if the settings are wrong for any placement
+            best_fit(config, setup, gpus)  # raises if the settings are wrong for any placement
         raise found
     if not found.settings:
         return found

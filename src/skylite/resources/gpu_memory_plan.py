@@ -301,7 +301,8 @@ def decode_whole_steps(config: TrainConfig, setup: Setup) -> tuple[TrainConfig, 
     the trainer must still fit. vLLM would take more sequences, but compute some of them twice.
     """
     engines, default = config.engine.num_engines, config.engine.max_num_seqs
-    step = math.ceil(config.rollout.prompts_per_step * config.rollout.group_size / max(1, engines))
+    each = config.rollout.group_size + config.algorithm.needs_greedy
+    step = math.ceil(config.rollout.prompts_per_step * each / max(1, engines))
     is_set = "max_num_seqs" in config.engine.model_fields_set
     if setup.device == "cpu" or not engines or step <= default or is_set:
         return config, ""

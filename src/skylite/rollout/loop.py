@@ -246,6 +246,8 @@ async def record_steps(session: Session, queues: StepQueues) -> int:
         times = step_timings((recorded, now), queues, trained, step, sync_s)
         recorded = now
         metrics = step_metrics(step, sampled, trainer_step.metrics, report, times)
+        if not plan.config.algorithm.compares_groups:  # equal rewards say nothing of a signal
+            metrics.pop("groups/zero_std_sampled_frac", None)
         metrics["restarts"] = sum(progress.restarts.values())
         bins = trainer_step.rollout_gaps.get("bins", ())
         if bins and not sampled.stored:

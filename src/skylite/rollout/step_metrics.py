@@ -97,8 +97,7 @@ def sampling_metrics(
         # Resampling selects groups by reward, which biases reward/mean. This mean includes all groups.
         "reward/sampled_mean": sampled_mean,
         "groups/resampled": len(sampled.left_out),
-        # A group of one is equal to itself, and says nothing of a signal.
-        **({"groups/zero_std_sampled_frac": sampled.zero_std_frac} if _compares(sampled) else {}),
+        "groups/zero_std_sampled_frac": sampled.zero_std_frac,
         "groups/missing": sampled.missing,
         "groups/dropped": sampled.dropped,
         "completion/truncated_frac": statistics.fmean(t.is_truncated for t in trajectories),
@@ -107,10 +106,6 @@ def sampling_metrics(
         "staleness/max": max(staleness),
         **report.canary.as_metrics(),
     }
-
-
-def _compares(sampled: SampledStep) -> bool:
-    return any(len(group.trajectories) > 1 for group in sampled.groups)
 
 
 def _canary(report: SyncReport) -> dict[str, float]:

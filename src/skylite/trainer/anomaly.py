@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skylite.config.rollout import GREEDY
 from skylite.config.train import AnomalyConfig, TrainConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.process_group import Dist
@@ -140,6 +141,9 @@ def rollout_anomaly(examples: Sequence[TrainingExample]) -> str:
         reward = sum(e.reward for e in calls)
         if not is_number(reward):
             return f"the reward of {name} (prompt {calls[0].prompt_id}) is {reward:g}"
+        greedy = calls[0].components.get(GREEDY, 0.0)
+        if not is_number(greedy):
+            return f"the reward of the greedy completion of prompt {calls[0].prompt_id} is {greedy:g}"
         for e in calls:
             if e.sampling_logprobs is None:
                 continue

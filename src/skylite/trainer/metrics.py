@@ -109,7 +109,8 @@ def step_metrics(
         means |= {name: means[name] / taught for name in of_taught if name in means}
     metrics = means | _critic_metrics(means, sums)
     if table.is_sampled:
-        metrics |= _importance_metrics(means) | _worst_mismatch(values[len(own) :]) | _group_metrics(table)
+        metrics |= _importance_metrics(means) | _worst_mismatch(values[len(own) :])
+        metrics |= _group_metrics(table, config)
         if "policy/entropy" in total:
             metrics["policy/entropy"] = _mean_entropy(table, total["policy/entropy"])
     for name in INTERMEDIATE & metrics.keys():
@@ -134,10 +135,10 @@ INTERMEDIATE = {
 """Sums that are only inputs of other metrics."""
 
 
-def _group_metrics(table: Table) -> dict[str, float]:
+def _group_metrics(table: Table, config: TrainConfig) -> dict[str, float]:
     """Metrics that depend on the rollouts only."""
     left_out = {"groups/left_out_frac": sum(not kept for kept in table.kept) / len(table.kept)}
-    if table.rewards.shape[1] == 1:  # groups of one say nothing of a signal
+    if not config.algorithm.compares_groups:  # equal rewards say nothing of a signal
         return left_out
     return {"groups/zero_std_frac": sum(table.zero_std) / len(table.zero_std), **left_out}
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from skylite.algorithms.advantages import Components, zero_std_groups
 from skylite.algorithms.interface import Algorithm, KeepTogether
 from skylite.algorithms.losses import BatchSize
+from skylite.config.rollout import GREEDY
 from skylite.config.train import TrainConfig
 from skylite.errors import DataError, RunFailed
 from skylite.model.packing import NO_TOKENS, PackedTokens, Packing, pack_tokens, upload
@@ -192,6 +193,8 @@ def components_of(groups: Sequence[Sequence[Trajectory]], config: TrainConfig) -
     """The components of the rewards by name. Raises RunFailed unless every trajectory has all of them."""
     named = [[calls[0].components for calls in group] for group in groups]
     names = tuple(dict.fromkeys(chain.from_iterable(chain.from_iterable(named))))
+    if config.algorithm.needs_greedy:
+        names = (GREEDY,)
     for group, of_group in zip(groups, named, strict=True):
         for calls, own in zip(group, of_group, strict=True):
             lacking = next((name for name in names if name not in own), "" if names else "components")
@@ -253,10 +256,6 @@ def make_micro_batch(
     parts = by_trajectory(examples)
     numbers = [table.numbers[part[0].group, part[0].trajectory] for part in parts]
     lengths = np.array([num_tokens(part) for part in parts], dtype=np.int64)
-    before = [
-        num_tokens(table.trajectories[n][: part[0].turn]) for n, part in zip(numbers, parts, strict=True)
-    ]
-    starts = np.array(numbers, dtype=np.int64) * KEY_STRIDE + np.array(before, dtype=np.int64)
     factors = np.array(
         [
             algorithm.weight(num_tokens(table.trajectories[n]), size) if table.kept[n] else 0.0
@@ -268,7 +267,9 @@ def make_micro_batch(
     sampled = [e.sampling_logprobs[e.scored] for e in examples if e.sampling_logprobs is not None]
     keys, weights, logprobs = upload(
         [
-            np.repeat(starts, lengths) + np.concatenate([NO_TOKENS, *map(np.arange, lengths)]),
+            np.concatenate(
+                [NO_TOKENS, *(_keys(table, n, part) for n, part in zip(numbers, parts, strict=True))]
+            ),
             np.repeat(factors, lengths) * own_weights,
             np.concatenate([np.zeros(0, np.float32), *sampled]),
         ],
@@ -284,6 +285,12 @@ def make_micro_batch(
         sampling_logprobs=logprobs if table.is_sampled else None,
         **_of_teacher(examples, algorithm, policy),
     )
+
+
+def _keys(table: Table, number: int, calls: Trajectory) -> IntArray:
+    """The keys of these calls of a trajectory. A cut may have left out any of those before them."""
+    starts = number * KEY_STRIDE + np.cumsum([0, *(num_tokens([e]) for e in table.trajectories[number])])
+    return np.concatenate([starts[e.turn] + np.arange(num_tokens([e])) for e in calls])
 
 
 def _of_teacher(examples: Sequence[TrainingExample], algorithm: Algorithm, policy: Policy) -> dict[str, Any]:

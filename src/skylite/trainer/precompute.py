@@ -142,18 +142,27 @@ def _credit_tokens(micro_batches: Sequence[MicroBatch], algorithm: Algorithm, di
 def _compare_tokens(
     table: Table, micro_batches: Sequence[MicroBatch], algorithm: Algorithm, dist: Dist
 ) -> list[MicroBatch]:
-    """For otb: each rank writes its tokens into a grid [N, G, L] of all, and reads their advantages there."""
-    longest = int(table.lengths.max())
-    grid = torch.zeros(2, table.lengths.numel() * longest, dtype=torch.float64, device=dist.device)
-    places = [m.keys // KEY_STRIDE * longest + m.keys % KEY_STRIDE for m in micro_batches]
+    """For otb: each rank writes its tokens into those of the step, and reads their advantages there."""
+    lengths = table.lengths.to(dist.device, torch.int64)
+    starts = lengths.flatten().cumsum(dim=0) - lengths.flatten()
+    places = [starts[m.keys // KEY_STRIDE] + m.keys % KEY_STRIDE for m in micro_batches]
+    found = torch.zeros(2, int(table.lengths.sum()), dtype=torch.float64, device=dist.device)
     earned = torch.split(_earned(micro_batches).to(dist.device), [len(m.keys) for m in micro_batches])
     for micro, place, reward in zip(micro_batches, places, earned, strict=True):
         assert micro.norms is not None
         penalty = 0.0 if micro.kl_penalty is None else micro.kl_penalty
-        grid[:, place] = torch.stack([reward - penalty, micro.norms]).double()
-    rewards, norms = dist.all_reduce_sum_(grid).view(2, *table.lengths.shape, longest)
-    found = algorithm.compare_tokens(rewards, norms, table.lengths.to(dist.device)).float().flatten()
-    return [replace(m, advantages=found[x]) for m, x in zip(micro_batches, places, strict=True)]
+        found[:, place] = torch.stack([reward - penalty, micro.norms]).double()
+    # On the CPU, so that it waits for the device once and not for each group.
+    of_step = dist.all_reduce_sum_(found).cpu()
+    of_trajectories = torch.split(of_step.T, table.lengths.flatten().int().tolist())
+    size, advantages = table.lengths.shape[1], list[Tensor]()
+    for number, own in enumerate(table.lengths):
+        group = list(of_trajectories[number * size : (number + 1) * size])
+        rewards, norms = pad_sequence(group, batch_first=True).unbind(dim=2)
+        compared = algorithm.compare_tokens(rewards, norms, own)
+        advantages.append(compared[torch.arange(rewards.shape[1]) < own[:, None]])
+    credited = torch.cat(advantages).float().to(dist.device)
+    return [replace(m, advantages=credited[x]) for m, x in zip(micro_batches, places, strict=True)]
 
 
 def _on_cpu(*columns: Sequence[Tensor]) -> Sequence[Tensor]:
