@@ -92,7 +92,8 @@ def test_a_function_gets_copies_of_its_inputs(tmp_path: Path) -> None:
 
 PER_COMPONENT = """
 def mine(rewards, lengths, components):
-    assert components.names == ("right", "long") and components.scores.shape == (*rewards.shape, 2)
+    assert components.names == ("right", "long", "metric/greedy")
+    assert components.scores.shape == (*rewards.shape, 3)
     components.scores[..., 0] *= components.weights[0]
     found = components["right"] - components["long"] * components.weights[1]
     return found - found.mean(dim=1, keepdim=True)
