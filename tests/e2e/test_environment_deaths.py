@@ -57,28 +57,28 @@ def args(project: Project, monkeypatch: pytest.MonkeyPatch, fake_engine: None) -
 def test_an_engine_and_a_run_killed_during_episodes_leave_the_same_adapters(
     project: Project, args: Callable[[str], list[str]]
 ) -> None:
-    done = project.run(*args("calm"), timeout_s=DEADLINE_S)
+    done = project.run(*args("episodes-calm"), timeout_s=DEADLINE_S)
     assert done.returncode == 0, done.stderr
 
-    with running(project, *args("struck")) as process:
-        wait_for_step(project, process, "struck", 1)
+    with running(project, *args("episodes-struck")) as process:
+        wait_for_step(project, process, "episodes-struck", 1)
         wait_until_in_episodes(project, process)
         command_of(descendants(process.pid), str(SERVER)).kill()
-        wait_for_step(project, process, "struck", 3)
-        assert project.status("struck")["restarts"] == {"engine-0": 1}
+        wait_for_step(project, process, "episodes-struck", 3)
+        assert project.status("episodes-struck")["restarts"] == {"engine-0": 1}
         wait_until_in_episodes(project, process)
         children = descendants(process.pid)
         process.kill()
         assert wait_gone(children) == []
-    assert torn(project.root / "struck") == []
-    resumed = project.run("train", "--resume", "struck", timeout_s=DEADLINE_S)
+    assert torn(project.root / "episodes-struck") == []
+    resumed = project.run("train", "--resume", "episodes-struck", timeout_s=DEADLINE_S)
     assert resumed.returncode == 0, resumed.stderr
 
-    calm, struck = RunDir(project.root / "calm"), RunDir(project.root / "struck")
+    calm, struck = RunDir(project.root / "episodes-calm"), RunDir(project.root / "episodes-struck")
     assert sorted(digests(calm)) == list(range(STEPS + 1))
     assert digests(struck) == digests(calm)
-    assert [m["reward/mean"] for m in project.metrics("struck")] == [
-        m["reward/mean"] for m in project.metrics("calm")
+    assert [m["reward/mean"] for m in project.metrics("episodes-struck")] == [
+        m["reward/mean"] for m in project.metrics("episodes-calm")
     ]
     assert len(set(digests(calm).values())) == STEPS + 1, "every step trained"
     assert list(finished_steps(struck)) == list(range(1, STEPS + 1))
