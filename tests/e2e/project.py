@@ -42,7 +42,8 @@ class Project:
     model: Path
 
     def train_args(self, run: str, steps: int, *extra: str) -> list[str]:
-        """A short run of the tiny model on the project's data."""
+        """A short run of the tiny model on the project's data. Its name must be new: tests share projects."""
+        assert not (self.root / run).exists(), f"another test has a run {run}"
         settings = [word for setting in SETTINGS for word in ("--set", setting)]
         named = [
             "--recipe",

@@ -98,7 +98,7 @@ def test_a_run_survives_a_hung_engine_and_a_hung_rank_and_fails_with_the_reason_
 
 def wait_for_restart(project: Project, process: Process, child: str) -> None:
     """Wait until a new child of this name has served a step."""
-    # Counted from the restart: what the lost child has done may be recorded after it.
+    # Count from the restart: until then steps of the lost child may still be recorded.
     before, deadline = None, time.monotonic() + DEADLINE_S
     while before is None or len(project.metrics("deaths")) <= before:
         if before is None and child in project.status("deaths")["restarts"]:

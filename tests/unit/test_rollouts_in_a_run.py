@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from skylite.errors import SyncFailed
 from skylite.run.metrics_file import read_metrics
 from skylite.run.status import read_status
+from skylite.types import Prompt, Score
 from tests.unit.simulated_run import run_of
 from tests.unit.test_judge_rollouts import row
 
@@ -58,3 +60,19 @@ def test_status_says_whether_the_canary_verified_the_version(tmp_path: Path) -> 
     run, _, _ = run_of(tmp_path, 0, 2)
     assert [m["canary/verified"] for m in read_metrics(run.metrics_path)] == [0.0, 0.0]
     assert read_status(run.status_path).adapter_verified in (None, False)
+
+
+class Same:
+    async def score(self, items: Sequence[tuple[Prompt, str]]) -> list[Score]:
+        return [Score(0.5, {"same": 0.5})] * len(items)
+
+
+@pytest.mark.parametrize(("name", "compares"), [("grpo", True), ("remax", False)])
+def test_equal_rewards_are_recorded_if_the_advantage_compares_groups(
+    tmp_path: Path, name: str, compares: bool
+) -> None:
+    run, _, logged = run_of(tmp_path, 0, 3, algorithm={"name": name}, scorer=Same())
+    metrics = read_metrics(run.metrics_path)
+    assert ["groups/zero_std_sampled_frac" in m for m in metrics] == [compares] * 3
+    assert ["reward/metric/greedy" in m for m in metrics] == [not compares] * 3
+    assert ("the policy learns nothing from them" in logged) == compares

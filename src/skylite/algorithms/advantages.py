@@ -3,7 +3,7 @@
 Functions in GROUP_ADVANTAGES compare the trajectories of a group by reward and length, those in
 COMPONENT_ADVANTAGES by the components of the reward. `reinforce++` and
 `gae` work on tokens (`token_returns`, `gae`) and are whitened over the step. `otb` compares the tokens of a
-group (`optimal_token_baseline`), and `remax` looks at a completion beside it.
+group (`optimal_token_baseline`), `remax` a completion with one outside its group.
 """
 
 from __future__ import annotations
@@ -181,17 +181,20 @@ def score_norms(logprobs: Tensor, sum_squares: Tensor) -> Tensor:
 
     The Optimal Token Baseline, PMLR 306 ("logit-gradient proxy"). `sum_squares` [C]: over the vocabulary.
     """
-    return (1 - 2 * torch.exp(logprobs) + sum_squares).clamp(min=0)  # rounding of tokens that are certain
+    norms = 1 - 2 * torch.exp(logprobs) + sum_squares
+    return norms.clamp(min=0)  # rounding makes those of certain tokens negative
 
 
 def optimal_token_baseline(token_rewards: Tensor, norms: Tensor, lengths: Tensor) -> Tensor:
     """[G, L] R_t - B_t: the return less the baseline of least variance for the t-th token of a group.
 
-    B_t is the mean of the group's returns R_t, weighted by the norms (`score_norms`) of the tokens up to t: a
-    trajectory counts more the more its tokens so far move the policy. The Optimal Token Baseline, PMLR 306.
-    As in verl, the tokens of a longest trajectory after all others have ended have no baseline. Unlike there,
-    a group whose returns are all equal has advantages of exactly 0, as with other advantages, and tokens up
-    to which no norm is above 0 have the plain mean.
+    B_t is the mean of the group's returns R_t. A trajectory's weight in it is the sum of its norms
+    (`score_norms`) up to t: how much its tokens so far move the policy. The Optimal Token Baseline, PMLR 306.
+
+    - Where only the longest trajectory has tokens left, they have no baseline, as in verl.
+    - Where all norms so far are 0, B_t is the plain mean. In verl it is 0.
+    - If all returns are equal, advantages are exactly 0, as with other formulas. In verl the tokens of the
+      longest trajectory alone keep their return.
 
     Args:
         token_rewards: [G, L] of one group, 0 after a trajectory's last token, as are `norms`.
@@ -200,7 +203,7 @@ def optimal_token_baseline(token_rewards: Tensor, norms: Tensor, lengths: Tensor
     """
     returns = token_returns(token_rewards.double(), gamma=1.0)
     place = torch.arange(returns.shape[-1], device=returns.device)
-    present = place < lengths[..., None]
+    present = place < lengths[:, None]
     weights = norms.double().cumsum(dim=-1) * present
     weights = torch.where(weights.sum(dim=0) > 0, weights, present.double())
     baseline = (returns * weights).sum(dim=0) / weights.sum(dim=0)

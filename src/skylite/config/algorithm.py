@@ -90,9 +90,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "maxrl": {"advantage": "maxrl"},
     # arXiv 2505.23585: the baseline is the group mean weighted by completion length.
     "opo": {"advantage": "opo"},
-    # The Optimal Token Baseline, PMLR 306: the same for each token, weighted by the scores of those so far.
+    # The Optimal Token Baseline, PMLR 306: a baseline for each token, weighted by the norms of those so far.
     "otb": {"advantage": "otb"},
-    # arXiv 2310.10505: the baseline is the reward of a greedy completion, so a group may be a single one.
+    # arXiv 2310.10505: the baseline is the reward of a greedy completion. A group of one is enough.
     "remax": {"advantage": "remax", "aggregation": "seq-mean-token-sum"},
     # arXiv 2508.10751: the best of k completions counts.
     "pass_at_k": {"advantage": "pass_at_k"},

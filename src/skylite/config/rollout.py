@@ -143,7 +143,7 @@ class RewardParameters(Section):
 METRIC = "metric/"
 """Prefix of components that are shown only."""
 GREEDY = f"{METRIC}greedy"
-"""The component with the reward of the prompt's greedy completion, which ReMax asks for."""
+"""The component with the reward of the prompt's greedy completion, for ReMax."""
 
 
 def weight_of(component: str, weights: Mapping[str, float]) -> float:

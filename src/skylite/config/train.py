@@ -380,14 +380,14 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def check_greedy(self) -> Self:
         unfit = {
-            f"env.episode={self.env.episode}, whose episodes sample": bool(self.env.episode),
-            "the judge, which scores groups as they were sampled": self.has_judge,
+            f"an episode has several (env.episode={self.env.episode})": bool(self.env.episode),
+            "the judge scores only the sampled ones": self.has_judge,
         }
         why = next((why for why, is_unfit in unfit.items() if is_unfit), None)
         if self.algorithm.needs_greedy and why is not None:
             raise ValueError(
                 f"algorithm.advantage={self.algorithm.advantage} asks for a greedy completion of each "
-                f"prompt, which does not go with {why}; use another advantage, such as rloo."
+                f"prompt, and {why}; use another advantage, such as rloo."
             )
         return self
 

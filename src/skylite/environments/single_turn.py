@@ -1,6 +1,6 @@
 """One request a prompt: the engine samples its whole group, which the rewards score on arrival.
 
-For ReMax a second request asks for a greedy completion, whose reward becomes a component of the group's.
+For ReMax a second request samples a greedy completion. Its reward becomes a component of the group's scores.
 
 Consumes: prompts. Waits for: the tokenizer, the engines, the reward workers.
 Produces: groups of one call a trajectory. Unblocks: the step's rollout file.
@@ -129,7 +129,7 @@ class SingleTurn:
                 ]
             )
         trajectories = await self._scored(prompt, sampled)
-        for calls in greedy:  # scored alone, because rewards may compare the completions that they get
+        for calls in greedy:  # scored alone: a reward may compare the completions of a batch
             (baseline,) = await self._scored(prompt, calls)
             shown = {GREEDY: baseline.train_reward}
             trajectories = [replace(t, components={**t.components, **shown}) for t in trajectories]

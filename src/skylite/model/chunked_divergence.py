@@ -109,16 +109,16 @@ class TeacherTop(Teacher):
 
 @dataclass(frozen=True, slots=True)
 class SumOfSquares(Teacher):
-    """Asks for the sum of the policy's squared probabilities in place of a divergence. Teaches nothing."""
+    """No teacher: in place of a divergence it gives the sum of the policy's squared probabilities."""
 
     def compare(
         self, hidden: Tensor, tokens: PackedTokens, head: Head, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """See Teacher."""
-        found = head_divergences(
+        squares = head_divergences(
             hidden, head.to(hidden.dtype), temperature, lambda policy, _: (2 * policy).exp().sum(dim=1)
         )[tokens.rows]
-        return found, torch.full_like(found, torch.nan)
+        return squares, torch.full_like(squares, torch.nan)
 
 
 def _of_taught(

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from skylite.types import (
 
 KEY_STRIDE = 1 << 24
 """A token's key is trajectory number * KEY_STRIDE + token index; no trajectory has as many tokens."""
+Keys = TypeVar("Keys", Tensor, IntArray)
 Trajectory = Sequence[TrainingExample]
 """The calls of a trajectory, in the order of its turns."""
 Unit = tuple[TrainingExample, ...]
@@ -190,11 +191,10 @@ def arrange(
 
 
 def components_of(groups: Sequence[Sequence[Trajectory]], config: TrainConfig) -> Components:
-    """The components of the rewards by name. Raises RunFailed unless every trajectory has all of them."""
+    """The components that the algorithm reads. Raises RunFailed unless every trajectory has all of them."""
     named = [[calls[0].components for calls in group] for group in groups]
-    names = tuple(dict.fromkeys(chain.from_iterable(chain.from_iterable(named))))
-    if config.algorithm.needs_greedy:
-        names = (GREEDY,)
+    every = tuple(dict.fromkeys(chain.from_iterable(chain.from_iterable(named))))
+    names = (GREEDY,) if config.algorithm.needs_greedy else every
     for group, of_group in zip(groups, named, strict=True):
         for calls, own in zip(group, of_group, strict=True):
             lacking = next((name for name in names if name not in own), "" if names else "components")
@@ -288,9 +288,14 @@ def make_micro_batch(
 
 
 def _keys(table: Table, number: int, calls: Trajectory) -> IntArray:
-    """The keys of these calls of a trajectory. A cut may have left out any of those before them."""
+    """The keys of these calls' tokens. Other calls of the trajectory may be in other micro-batches."""
     starts = number * KEY_STRIDE + np.cumsum([0, *(num_tokens([e]) for e in table.trajectories[number])])
     return np.concatenate([starts[e.turn] + np.arange(num_tokens([e])) for e in calls])
+
+
+def number_and_place(keys: Keys) -> tuple[Keys, Keys]:
+    """The number of the trajectory of each key, and the place of the token in it."""
+    return keys // KEY_STRIDE, keys % KEY_STRIDE
 
 
 def _of_teacher(examples: Sequence[TrainingExample], algorithm: Algorithm, policy: Policy) -> dict[str, Any]:

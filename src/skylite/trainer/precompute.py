@@ -21,7 +21,7 @@ from skylite.model.packing import upload
 from skylite.model.policy import REF, TEACHER, Policy, frozen_policy, score, score_and_squares, states
 from skylite.model.process_group import Dist
 from skylite.trainer.critic import Critic, predict_values
-from skylite.trainer.micro_batches import KEY_STRIDE, MicroBatch, Table
+from skylite.trainer.micro_batches import MicroBatch, Table, number_and_place
 
 
 @torch.no_grad()
@@ -142,27 +142,35 @@ def _credit_tokens(micro_batches: Sequence[MicroBatch], algorithm: Algorithm, di
 def _compare_tokens(
     table: Table, micro_batches: Sequence[MicroBatch], algorithm: Algorithm, dist: Dist
 ) -> list[MicroBatch]:
-    """For otb: each rank writes its tokens into those of the step, and reads their advantages there."""
-    lengths = table.lengths.to(dist.device, torch.int64)
-    starts = lengths.flatten().cumsum(dim=0) - lengths.flatten()
-    places = [starts[m.keys // KEY_STRIDE] + m.keys % KEY_STRIDE for m in micro_batches]
-    found = torch.zeros(2, int(table.lengths.sum()), dtype=torch.float64, device=dist.device)
+    """For otb: advantages from all tokens of a group, which several ranks may have.
+
+    Each rank writes its own tokens into those of the step, and after the sum over ranks reads the others'.
+    """
+    lengths = table.lengths.to(dist.device, torch.int64).flatten()
+    starts = lengths.cumsum(dim=0) - lengths
+    places = [starts[number] + place for number, place in (number_and_place(m.keys) for m in micro_batches)]
+    of_step = torch.zeros(2, int(table.lengths.sum()), dtype=torch.float64, device=dist.device)
     earned = torch.split(_earned(micro_batches).to(dist.device), [len(m.keys) for m in micro_batches])
-    for micro, place, reward in zip(micro_batches, places, earned, strict=True):
+    for micro, own, reward in zip(micro_batches, places, earned, strict=True):
         assert micro.norms is not None
         penalty = 0.0 if micro.kl_penalty is None else micro.kl_penalty
-        found[:, place] = torch.stack([reward - penalty, micro.norms]).double()
-    # On the CPU, so that it waits for the device once and not for each group.
-    of_step = dist.all_reduce_sum_(found).cpu()
-    of_trajectories = torch.split(of_step.T, table.lengths.flatten().int().tolist())
-    size, advantages = table.lengths.shape[1], list[Tensor]()
-    for number, own in enumerate(table.lengths):
-        group = list(of_trajectories[number * size : (number + 1) * size])
+        of_step[:, own] = torch.stack([reward - penalty, micro.norms]).double()
+    advantages = _by_group(dist.all_reduce_sum_(of_step).cpu(), table.lengths, algorithm).to(dist.device)
+    return [replace(m, advantages=advantages[own]) for m, own in zip(micro_batches, places, strict=True)]
+
+
+def _by_group(of_step: Tensor, lengths: Tensor, algorithm: Algorithm) -> Tensor:
+    """Float32 advantages of a step's tokens, from their rewards and norms [2, tokens]. `lengths`: [N, G].
+
+    On the CPU: a group at a time would make a GPU wait for the host.
+    """
+    trajectories, advantages = iter(torch.split(of_step.T, lengths.flatten().int().tolist())), list[Tensor]()
+    for own in lengths:
+        group = [next(trajectories) for _ in own]
         rewards, norms = pad_sequence(group, batch_first=True).unbind(dim=2)
         compared = algorithm.compare_tokens(rewards, norms, own)
         advantages.append(compared[torch.arange(rewards.shape[1]) < own[:, None]])
-    credited = torch.cat(advantages).float().to(dist.device)
-    return [replace(m, advantages=credited[x]) for m, x in zip(micro_batches, places, strict=True)]
+    return torch.cat(advantages).float()
 
 
 def _on_cpu(*columns: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from skylite.config.train import TrainConfig
 from skylite.model.process_group import Dist
-from skylite.trainer.micro_batches import KEY_STRIDE, Table
+from skylite.trainer.micro_batches import Table, number_and_place
 from skylite.types import IntArray
 
 CLIP = 10.0
@@ -52,7 +52,7 @@ def rollout_gaps(
         return {"not_judged": reason}
     if not len(keys):
         return {"not_judged": "the trainer scores no token without dropout"}
-    numbers, places = keys // KEY_STRIDE, keys % KEY_STRIDE
+    numbers, places = number_and_place(keys)
     depths, own = np.empty_like(keys), np.zeros(len(keys), dtype=bool)
     for number in np.unique(numbers):
         of_trajectory = numbers == number
