@@ -3,7 +3,7 @@
 It reads the canary's logprobs from the adapter's manifest: it tests the run's machinery, not the sampling.
 ENGINE_DELAY_S delays each completion, ENGINE_LOAD_DELAY_S each adapter load. The folder ENGINE_ORDERS holds
 orders, each a file that is removed when it is obeyed: `refuse to start`, and for the next completion request
-`die`, `hang` and `dead` (500 from then on).
+`die`, `hang` and `dead` (500 from then on); for the next wake, `refuse to wake`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,17 @@ class Served:
     def __init__(self) -> None:
         self.folders: dict[str, Path] = {}
         self.tokens = 0
-        self.is_dead = False
+        self.is_dead = self.is_asleep = False
         self.lock = threading.Lock()
+
+    def sleep(self, body: dict[str, Any]) -> None:
+        """Nothing may be asked of it until it wakes: its weights may be gone."""
+        self.is_asleep = True
+
+    def wake(self, body: dict[str, Any]) -> None:
+        if obey("refuse to wake"):
+            raise MemoryError("its memory is taken")
+        self.is_asleep = False
 
     def load(self, body: dict[str, Any]) -> None:
         folder = Path(body["path"])
@@ -152,14 +161,19 @@ class Handler(BaseHTTPRequestHandler):
         verbs = {
             "/generate": served.generate, "/score": served.score, "/load": served.load,
             "/unload": served.unload, "/v1/completions": served.completions,
+            "/sleep": served.sleep, "/wake": served.wake,
         }  # fmt: skip
         try:
+            if served.is_asleep and self.path != "/wake":
+                raise LookupError(f"{self.path} was asked of a sleeping engine")
             if self.path == "/v1/chat/completions":
                 self.answer(HTTPStatus.OK, b"".join(served.chat(body)))
             else:
                 answer = verbs[self.path](body)
                 status = HTTPStatus.INTERNAL_SERVER_ERROR if served.is_dead else HTTPStatus.OK
                 self.answer(status, json.dumps(answer).encode())
+        except MemoryError as error:
+            self.answer(HTTPStatus.INTERNAL_SERVER_ERROR, str(error).encode())
         except LookupError as error:
             self.answer(HTTPStatus.NOT_FOUND, json.dumps({"error": {"message": str(error)}}).encode())
 

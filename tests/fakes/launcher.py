@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from skylite.config.engine import CpuLora
+from skylite.config.engine import CpuLora, Lent
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTokenizer
@@ -74,6 +74,12 @@ class FakeEngine:
     async def unload_adapter(self, name: str) -> None:
         await self._connections.send("POST", "/unload", {"name": name}, TIMEOUT_S)
 
+    async def sleep(self) -> None:
+        await self._ask("/sleep", {})
+
+    async def wake(self) -> None:
+        await self._ask("/wake", {})
+
     async def aclose(self) -> None:
         await self._connections.aclose()
 
@@ -92,6 +98,9 @@ class FakeLauncher:
 
     def check_machine(self, device: str) -> None:
         """It runs everywhere."""
+
+    def check_sleep(self, device: str, lends: Lent) -> None:
+        """It sleeps everywhere, and then refuses all requests."""
 
     def check_model(
         self,

@@ -24,6 +24,8 @@ from skylite.errors import ChildDied, RunFailed
 from skylite.processes.child import Supervisor
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Call, EncodedPrompt
+from tests.alive import is_alive
+from tests.e2e.running import words_of
 from tests.fakes.launcher import SERVER, FakeLauncher
 from tests.unit.engine_cases import SPEC, publish
 
@@ -77,6 +79,12 @@ def servers() -> set[psutil.Process]:
     return {p for p in psutil.Process().children(recursive=True) if str(SERVER) in p.cmdline()}
 
 
+def servers_of(folder: Path) -> list[psutil.Process]:
+    """Without the processes that started them."""
+    found = [(p, words_of(p)) for p in servers() if is_alive(p)]
+    return [p for p, words in found if words[1:2] == [str(SERVER)] and str(folder) in words[2]]
+
+
 async def load_verified(engines: list[RetryingEngine], adapter: AdapterVersion) -> None:
     everyone = EnginePool(engines, 0.01)
     await everyone.load(adapter)
@@ -119,6 +127,49 @@ def test_after_a_restart_the_adapter_is_verified_again_and_the_request_gets_the_
     assert [m for m in caplog.messages if "ready" not in m] == [
         f"{reason} It restarts (1 of engine.max_restarts=1)."
     ]
+
+
+def test_an_engine_that_dies_asleep_restarts_when_it_is_needed(scene: Scene) -> None:
+    """Before, the trainer has the memory that its start needs."""
+    adapter = publish(scene.folder, 3)
+
+    async def run() -> None:
+        async with Supervisor() as supervisor, scene.engines(supervisor) as (engine,):
+            await load_verified([engine], adapter)
+            before = await sample(engine, adapter)
+            await engine.sleep()
+            (server,) = servers_of(scene.folder)
+            server.kill()
+            asking = asyncio.ensure_future(sample(engine, adapter))
+            await asyncio.sleep(1.0)
+            supervisor.check()
+            assert scene.restarts == {"engine-0": 1}, "its death was noticed"
+            assert servers_of(scene.folder) == []
+            assert not asking.done()
+            await asyncio.wait_for(engine.wake(), 30)
+            assert await asyncio.wait_for(asking, 30) == before
+            supervisor.check()
+
+    with no_process_left():
+        asyncio.run(run())
+    assert scene.restarts == {"engine-0": 1}
+
+
+def test_an_engine_that_does_not_wake_is_replaced(scene: Scene) -> None:
+    adapter = publish(scene.folder, 3)
+
+    async def run() -> None:
+        async with Supervisor() as supervisor, scene.engines(supervisor) as (engine,):
+            await load_verified([engine], adapter)
+            await engine.sleep()
+            scene.order("refuse to wake")
+            (old,) = servers_of(scene.folder)
+            await asyncio.wait_for(engine.wake(), 30)
+            assert servers_of(scene.folder) != [old]
+            await asyncio.wait_for(sample(engine, adapter), 5)
+
+    asyncio.run(run())
+    assert scene.restarts == {"engine-0": 1}
 
 
 def test_the_other_engine_keeps_sampling_during_a_restart(scene: Scene) -> None:

@@ -66,7 +66,7 @@ def fit(model: Path, gpus: str, *settings: str) -> Fit:
             "32B", "2x80", [0, 1], [0, 1],
             {
                 "trainer.num_ranks": 2, "engine.tensor_parallel": 2,
-                "engine.gpu_memory_utilization": 0.55, "trainer.offload": True,
+                "engine.gpu_memory_utilization": 0.55, "engine.sleep": "weights",
             },
         ),
         (
@@ -84,7 +84,8 @@ def test_placement_and_the_arguments_of_vllm_and_torchrun(
     assert found.settings == settings
     for gpu in {*ranks, *engines}:
         parts = found.parts(gpu)
-        assert sum(parts.values()) == found.placement.gpus[gpu].total_bytes
+        if found.config.engine.lends is None:  # with turns, test_sleeping_engine.py counts
+            assert sum(parts.values()) == found.placement.gpus[gpu].total_bytes
         assert min(parts.values()) >= 0, "what is predicted fits"
     on_gpus = {"device": "cuda", "dtype": "bfloat16", "rank_gpus": ranks, "engine_gpus": engines}
     memory = found.memory.model_dump()
@@ -256,10 +257,11 @@ def test_a_plan_is_one_screen_and_its_command_plans_the_same(models: Path) -> No
     ("shape", "gpus", "settings", "change"),
     [
         ("72B", "2x80", (), "with the base in 4 bits (AWQ)"),
-        ("72B", "80", (), "on 4x80"),
+        ("72B", "80", (), "with the base in 4 bits (AWQ)"),
+        ("72B", "48", (), "on 4x48"),
         ("7B", "8x80", ("engine.tensor_parallel=1", "engine.gpu_memory_utilization=0.15"),
          "without engine.tensor_parallel, engine.gpu_memory_utilization"),
-        ("0.5B", "8", ("rollout.max_completion_tokens=30000",), "with sequences of 8,524 tokens"),
+        ("0.5B", "8", ("rollout.max_completion_tokens=30000",), "with sequences of 16,024 tokens"),
         ("0.5B", "4", (), "on 1x24"),
     ],
 )  # fmt: skip

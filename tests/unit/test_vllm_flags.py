@@ -24,6 +24,7 @@ def commands() -> list[list[str]]:
     template = ChatTemplate(text="{{ messages }}", args={"enable_thinking": False})
     return [
         VllmLauncher().command(CUDA),
+        VllmLauncher().command(dataclasses.replace(CUDA, lends="weights")),
         VllmLauncher().command(dataclasses.replace(CUDA, lora_rank=None, kv_cache_bytes=None)),
         VllmLauncher().command(dataclasses.replace(PUBLIC_CUDA, template=template)),
     ]
@@ -37,6 +38,7 @@ def test_every_flag_of_a_gpu_server_exists() -> None:
         "--uds",
         "--middleware",
         "--chat-template",
+        "--enable-sleep-mode",
     } <= ours
     assert {word.replace("--no-", "--") for word in ours} - {*KNOWN["flags"]} == set()
 

@@ -11,6 +11,8 @@ from skylite.config.judge import is_server
 from skylite.user_functions import is_program
 
 CpuLora = Literal["merged", "dense"]
+Lent = Literal["kv_cache", "weights"]
+"""What engine and trainer take turns to have on a GPU. weights: these, and the KV cache."""
 VLLM = "vllm"
 """The launcher that ships (engine/vllm/)."""
 
@@ -47,6 +49,11 @@ class EngineConfig(Section):
     without a rank, then the others."""
     gpu_memory_utilization: float = Field(0.45, gt=0, lt=1)
     """Share of each GPU's memory that an engine may use (GPU only); the trainer needs the rest."""
+    sleep: Literal["auto", "never", Lent] = "auto"
+    """What engines lend to a trainer on the same GPU while it computes (GPU only). kv_cache: the memory of
+    their KV cache. weights: also that of the model, and the trainer's base leaves the GPU while they sample;
+    the machine's memory holds both then. Needs rollout.max_staleness=0. auto: the least with which a run fits
+    and samples enough sequences at once; never with placement=explicit."""
     kv_cache_gib: float = Field(2.0, gt=0)
     """Size of the KV cache in GiB (CPU only)."""
     max_loras: int | None = Field(None, ge=1)
@@ -110,6 +117,11 @@ class EngineConfig(Section):
                     "leave it out."
                 )
         return self
+
+    @property
+    def lends(self) -> Lent | None:
+        """What the engines lend to the trainer while it computes."""
+        return self.sleep if self.sleep in ("kv_cache", "weights") else None
 
     @property
     def count(self) -> int:

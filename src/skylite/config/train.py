@@ -244,8 +244,8 @@ class TrainConfig(Section):
     placement: Literal["auto", "split", "shared", "explicit"] = "auto"
     """Which GPUs train and which sample. split: each does one of both. shared: all do both. auto: split where
     that fits by the predicted memory, and after four steps what the measured seconds favour. It chooses
-    trainer.num_ranks, engine.num_engines, engine.tensor_parallel, engine.gpu_memory_utilization and
-    trainer.offload where you set none. explicit: these as they are, with their defaults."""
+    trainer.num_ranks, engine.num_engines, engine.tensor_parallel, engine.gpu_memory_utilization,
+    engine.sleep and trainer.offload where you set none. explicit: these as they are, with their defaults."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     lora: LoraConfig = LoraConfig()
@@ -293,6 +293,25 @@ class TrainConfig(Section):
                 f"rollout.max_staleness={self.rollout.max_staleness} lets steps take groups as they finish, "
                 f"and {setting} needs all groups of a step before the next; leave it out, or use "
                 "rollout.max_staleness=0 or 1."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_sleep(self) -> Self:
+        awake = {
+            f"rollout.max_staleness={self.rollout.max_staleness} samples while the trainer computes": (
+                self.rollout.max_staleness > 0
+            ),
+            "placement=split gives them GPUs of their own": self.placement == "split",
+            "the policies of a sweep take turns on the engine": self.engine.policies > 1,
+            "the engines of engine.urls may have other users": bool(self.engine.urls),
+            f"algorithm.name={self.algorithm.name} has no engine": not self.engine.count,
+        }
+        why = next((why for why, is_awake in awake.items() if is_awake), None)
+        if self.engine.lends and why is not None:
+            raise ValueError(
+                f"engine.sleep={self.engine.sleep} stops the engines while the trainer computes, and {why}; "
+                "leave one of them out."
             )
         return self
 

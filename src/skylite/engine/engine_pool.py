@@ -93,6 +93,14 @@ class EnginePool:
             await self._unload_everywhere(adapter)
         return old
 
+    async def sleep(self) -> None:
+        """Let every engine give memory back until `wake`."""
+        await asyncio.gather(*(e.sleep() for e in self.engines))
+
+    async def wake(self) -> None:
+        """Wake every engine."""
+        await asyncio.gather(*(e.wake() for e in self.engines))
+
     async def unload(self, adapter: AdapterVersion) -> None:
         """Unload one version, which no request may use."""
         self.loaded.remove(adapter)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from skylite.config.engine import CpuLora
+from skylite.config.engine import CpuLora, Lent
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate, ChatTokenizer
@@ -89,6 +89,8 @@ class EngineSpec:
     """GPU only. An engine starts only if this share of the GPU is free, even with kv_cache_bytes."""
     kv_cache_bytes: int | None = None
     """GPU only, on each GPU. None: what the engine finds free within gpu_memory_utilization at its start."""
+    lends: Lent | None = None
+    """What it gives back while it sleeps. None: it never sleeps."""
     cpu_cores: int | None = None
     """CPU only: how many it computes on. None: all."""
     cpu_lora: CpuLora
@@ -136,6 +138,10 @@ class EngineMemory:
     def before_kv(self) -> int:
         """Everything but the KV cache."""
         return self.weights + self.lora_slots + self.activations + self.process
+
+    def asleep(self, lends: Lent) -> int:
+        """What an engine that lends so much keeps."""
+        return self.before_kv() if lends == "kv_cache" else self.activations + self.process
 
     def kv_cache(self, tokens: int, sequences: int = 1) -> int:
         """For sequences of so many tokens: each has full blocks, and an engine holds one for itself."""
@@ -193,6 +199,12 @@ class Engine(Protocol):
     async def unload_adapter(self, name: str) -> None:
         """Unload a version that no request uses. No error if it is not loaded."""
 
+    async def sleep(self) -> None:
+        """Give `EngineSpec.lends` back. Requests in flight are nobody's any more: it drops them."""
+
+    async def wake(self) -> None:
+        """Take the memory again. No error if it does not sleep. The base and the adapters are as before."""
+
     async def aclose(self) -> None:
         """Close the connections."""
 
@@ -206,6 +218,9 @@ class Launcher(Protocol):
 
     def check_machine(self, device: str) -> None:
         """Raise SkyliteError if the installed engine does not run on this device."""
+
+    def check_sleep(self, device: str, lends: Lent) -> None:
+        """Raise ConfigError if the installed engine cannot sleep on this device."""
 
     def check_model(
         self,

@@ -134,6 +134,7 @@ class PushingEngine:
         self._engine = engine
         self._receiver = ReceiverClient(engine.name, address)
         self.is_ready, self.progress = engine.is_ready, engine.progress
+        self.sleep, self.wake = engine.sleep, engine.wake
         self.generate, self.score, self.top_tokens = engine.generate, engine.score, engine.top_tokens
 
     async def load_adapter(self, adapter: AdapterVersion) -> None:

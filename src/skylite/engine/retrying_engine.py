@@ -20,7 +20,10 @@ BACKOFF_S = (0.5, 1.0, 2.0, 4.0)
 
 
 class RetryingEngine:
-    """An engine across its restarts, with its adapters. Requests wait between `pause` and `resume`."""
+    """An engine across its restarts, with its adapters.
+
+    Requests wait between `pause` and `resume`, and while it sleeps.
+    """
 
     def __init__(
         self,
@@ -40,6 +43,11 @@ class RetryingEngine:
         self._backoff_s = backoff_s
         self._up = asyncio.Event()
         self._up.set()
+        self._awake, self._needed = asyncio.Event(), asyncio.Event()
+        self._awake.set()
+        self._needed.set()
+        self.unusable: EngineFailed | None = None
+        """Why the server must be replaced although it may answer."""
         self.in_flight = 0
         """Requests that wait for their reply."""
         self.tokens_in_flight = 0
@@ -67,7 +75,7 @@ class RetryingEngine:
 
     async def resume(self, client: Engine) -> None:
         """Continue with another server, which must have loaded all `adapters`."""
-        old, self._client = self._client, client
+        old, self._client, self.unusable = self._client, client, None
         self._lost_s, self._worked_at = self.lost_s(), None
         self._up.set()
         await old.aclose()
@@ -127,6 +135,35 @@ class RetryingEngine:
         await self._with_retries(lambda client: client.unload_adapter(name))
         self.may_hold.discard(name)
 
+    async def sleep(self) -> None:
+        """Give memory back until `wake`. Other requests wait from then on."""
+        await self._for_sure(lambda client: client.sleep())
+        self._awake.clear()
+        self._needed.clear()
+
+    async def wake(self) -> None:
+        """Take the memory again, or let a server that died meanwhile start again."""
+        self._needed.set()
+        await self._for_sure(lambda client: client.wake())
+        self._awake.set()
+
+    async def until_needed(self) -> None:
+        """Wait while it sleeps: another server would not find the memory that it needs."""
+        await self._needed.wait()
+
+    async def _for_sure(self, request: Callable[[Engine], Awaitable[None]]) -> None:
+        """Ask once. A server that fails may hold any part of its memory, so its watchdog replaces it."""
+        while True:
+            await self._up.wait()
+            client = self._client
+            try:
+                with self.asked():
+                    return await request(client)
+            except EngineFailed as error:
+                if client is self._client and self._up.is_set():
+                    self.pause()
+                    self.unusable = error
+
     async def is_ready(self) -> bool:
         """Whether the server answers, asked once."""
         return await self._client.is_ready()
@@ -162,6 +199,7 @@ class RetryingEngine:
         """
         waits = list(self._backoff_s)
         while True:
+            await self._awake.wait()
             await self._up.wait()
             client = self._client
             try:

@@ -163,6 +163,12 @@ class Absent:
     async def unload_adapter(self, name: str) -> None:
         """Nothing."""
 
+    async def sleep(self) -> None:
+        """Nothing."""
+
+    async def wake(self) -> None:
+        """Nothing."""
+
     async def aclose(self) -> None:
         """Nothing."""
 

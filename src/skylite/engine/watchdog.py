@@ -96,6 +96,7 @@ class Watchdog:
             engine.pause()
             counts[self.spec.name] = count
             logger.warning(f"{error.what} It restarts ({count} of engine.max_restarts={allowed}).")
+            await engine.until_needed()
             try:
                 await self._restart(engine)
             except RunFailed as restart_error:
@@ -235,6 +236,8 @@ async def wait_for_hang(
         engine.note_work(since)
         polled = clock()
         await asyncio.sleep(min(PROGRESS_POLL_S, stall_timeout_s / 4))
+        if engine.unusable is not None:
+            return engine.unusable
         if stalls:  # asked only then: it costs some ms
             since += min(starved_s(), clock() - polled)
         stalls = engine.in_flight > 0

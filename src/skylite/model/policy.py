@@ -421,6 +421,12 @@ def move_adapters(model: PeftModel, device: torch.device) -> None:
                 getattr(layer, name).to(device)
 
 
+def base_tensors(policy: Policy) -> list[Tensor]:
+    """The weights of the base, and all buffers: what no policy changes."""
+    weights = [p for name, p in policy.model.named_parameters() if not is_lora_param(name)]
+    return [*weights, *policy.model.buffers()]
+
+
 def is_lora_param(parameter: str) -> bool:
     """Whether a parameter name belongs to a LoRA adapter."""
     return ".lora_" in parameter

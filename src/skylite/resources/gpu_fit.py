@@ -1,12 +1,13 @@
 """What fits on GPUs: those of a run, and described ones, such as 8x80, for `skylite plan`.
 
 The sums are those of a real run (gpu_placement.py, gpu_memory_plan.py). Of what the settings leave open, the
-first that fits is taken: GPUs of their own for trainer and engines (split), all GPUs for both (shared), and
-then the same with trainer.offload.
+first that fits is taken: GPUs of their own for trainer and engines (split), all GPUs for both (shared), the
+same with engines that sleep while the trainer computes, and then all of it with trainer.offload.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -38,18 +39,22 @@ ENOUGH = 32
 OWN_SHARES = (0.9,)
 """engine.gpu_memory_utilization to try for an engine alone on its GPUs."""
 SHARED_SHARES = (0.45, 0.35, 0.3, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85)
+SLEEPS = ("auto", "kv_cache", "weights")
+"""engine.sleep to try; auto that stays so: never."""
 MOST_GPUS = 16
 """Of one machine."""
 USUAL_GIB = (24, 48, 80, 141)
 """GPUs that people have."""
 CHOSEN = (
     "trainer.num_ranks", "engine.num_engines", "engine.tensor_parallel", "engine.gpu_memory_utilization",
-    "trainer.offload",
+    "engine.sleep", "trainer.offload",
 )  # fmt: skip
 """Settings that are chosen where nobody set them."""
 FREED = (*CHOSEN, "engine.gpus", "trainer.checkpointing", "trainer.replicate_base")
 """Settings that may be the reason why a run does not fit."""
 COMPLETION = "rollout.max_completion_tokens"
+IN_TURNS = ", in turns"
+"""Of parts that trainer and engines have in turns."""
 FREE = "free"
 """What no part takes. Larger micro-batches use it."""
 
@@ -94,27 +99,37 @@ class Fit:
         return {gpu: self.parts(gpu) for gpu in sorted(self.placement.gpus)}
 
     def parts(self, gpu: int) -> dict[str, int]:
-        """Predicted bytes on a GPU: of the trainer at `micro_batch_tokens`, and of its engines."""
+        """Predicted bytes on a GPU: of the trainer at `micro_batch_tokens`, and of its engines.
+
+        FREE is what is left at the fuller time: with engine.sleep, parts IN_TURNS are not there at once.
+        """
         engines, tokens = self.placement.engine_gpus.count(gpu), micro_batch_tokens(self.config)
-        parts = dict[str, int]()
-        if gpu in self.placement.rank_gpus:
+        has_rank, lends = gpu in self.placement.rank_gpus, self.config.engine.lends
+        parts, kv_cache = dict[str, int](), self.memory.kv_cache_bytes or 0
+        lent, base = IN_TURNS * bool(lends), IN_TURNS * (lends == "weights")
+        if has_rank:
             parts |= {
-                "trainer: weights": self.trainer.weights,
+                f"trainer: weights{base}": self.trainer.weights,
                 "trainer: adapter, gradient, AdamW": self.trainer.adapter,
-                f"trainer: {tokens:,} tokens": self.trainer.total(tokens) - self.trainer.state(),
+                f"trainer: {tokens:,} tokens{lent}": self.trainer.total(tokens) - self.trainer.state(),
                 "trainer: CUDA": self.trainer.process,
             }
         each = {
-            "vLLM: weights": self.engine.weights,
-            "vLLM: LoRA slots": self.engine.lora_slots,
+            f"vLLM: weights{base}": self.engine.weights,
+            f"vLLM: LoRA slots{base}": self.engine.lora_slots,
             "vLLM: activations": self.engine.activations,
-            f"vLLM: KV cache, {self.sequences} sequences": self.memory.kv_cache_bytes or 0,
+            f"vLLM: KV cache, {self.sequences} sequences{lent}": kv_cache,
             "vLLM: CUDA": self.engine.process,
         }
         parts |= {name: count * engines for name, count in each.items() if engines}
         if self.teacher is not None and gpu in self.placement.first_engine(self.config):
             parts["teacher: vLLM"] = self.teacher.total()
-        return parts | {FREE: (self.placement.gpus[gpu].total_bytes or 0) - sum(parts.values())}
+        taken = sum(parts.values())
+        if lends is not None:
+            sampling = self.trainer.total(tokens) - self.trainer.waiting(lends) if has_rank else 0
+            computing = engines * (self.engine.before_kv() + kv_cache - self.engine.asleep(lends))
+            taken -= min(sampling, computing)  # the fuller time lacks less
+        return parts | {FREE: (self.placement.gpus[gpu].total_bytes or 0) - taken}
 
 
 def described_machines(text: str) -> tuple[int, list[Gpu]]:
@@ -234,16 +249,26 @@ def attempts(config: TrainConfig, count: int, *, is_quantised: bool) -> Iterator
         yield {}
         return
     tried = list[dict[str, Any]]()
-    for offload in (False,) if is_quantised or config.trainer.replicate_base else (False, True):
-        for layout in layouts(config, count):
+    offloads = (False,) if is_quantised or config.trainer.replicate_base else (False, True)
+    for offload, sleep in itertools.product(offloads, SLEEPS if may_sleep(config) else SLEEPS[:1]):
+        for ranks, engines, size, share in layouts(config, count):
+            if sleep != SLEEPS[0] and ranks + engines * size <= count:  # no GPU has both
+                continue
+            chosen = (ranks, engines, size, share, sleep, offload)
             settings = {
                 name: value
-                for name, value in zip(CHOSEN, (*layout, offload), strict=True)
+                for name, value in zip(CHOSEN, chosen, strict=True)
                 if not _is_set(config, name) and value != value_of(config, name)
             }
             if settings not in tried:
                 tried.append(settings)
                 yield settings
+
+
+def may_sleep(config: TrainConfig) -> bool:
+    """Whether the engines have nothing to do while the trainer computes."""
+    engine = config.engine
+    return bool(engine.num_engines) and engine.policies == 1 and not config.rollout.max_staleness
 
 
 def layouts(config: TrainConfig, count: int) -> Iterator[tuple[int, int, int, float]]:

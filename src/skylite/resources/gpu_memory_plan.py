@@ -2,8 +2,10 @@
 
 The bytes of weights, LoRA, KV cache and activations follow from the shapes in the model's files. On GPUs the
 engines get a KV cache of a set size, and each rank gets a limit. Together they fit, so neither the order of
-the starts nor the restart of an engine matters. A run that cannot fit is refused here. What a prediction
-misses, the trainer's probe (`tokens_per_micro_batch=auto`) and its halving of micro-batches catch.
+the starts nor the restart of an engine matters. With engine.sleep they take turns: the limit of a rank holds
+what the engines lend, and the engines fit beside a rank that waits. A run that cannot fit is refused here.
+What a prediction misses, the trainer's probe (`tokens_per_micro_batch=auto`) and its halving of micro-batches
+catch.
 benchmarks/memory.py compares the prediction with passes on a CPU and with fake tensors of GPU shapes.
 """
 
@@ -15,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from skylite.config.engine import CpuLora
+from skylite.config.engine import CpuLora, Lent
 from skylite.config.lora import LoraConfig
 from skylite.config.resolved import MemoryPlan, TeacherModel
 from skylite.config.train import TrainConfig
@@ -108,6 +110,10 @@ class TrainerMemory:
         """Between two passes."""
         return self.weights + self.adapter + self.process
 
+    def waiting(self, lends: Lent) -> int:
+        """While engines sample that lend so much."""
+        return self.state() if lends == "kv_cache" else self.adapter + self.process
+
     def total(self, tokens: int, copies: float = 0) -> int:
         """At the peak of a pass of `tokens` tokens and `copies` copied ones. One trajectory has no copies."""
         kept = self.cast + self.kept * tokens + self.kept_copy * copies
@@ -198,6 +204,8 @@ def plan_memory(config: TrainConfig, setup: Setup) -> tuple[MemoryPlan, list[Not
     Raises DoesNotFit if the run cannot fit on its GPUs, or several policies on a CPU.
     """
     engine, sizes, teacher = setup.engine(config), setup.sizes(config), setup.teacher(config)
+    if (lends := config.engine.lends) is not None:
+        setup.launcher.check_sleep(setup.device, lends)
     if setup.device == "cpu":
         trainer = trainer_memory(sizes, config, "cpu", setup.dtype)
         note = cpu_note(config, trainer, engine, available_memory(), teacher)
@@ -400,8 +408,14 @@ def divide_gpus(
     """The smallest GPU of the engines fixes the KV cache, the fullest GPU of the ranks fixes their limit.
 
     The ranks divide what other processes leave free; gpu_placement.py has checked that the engines fit. A
-    teacher's engine is on the GPUs of the first engine, within their share.
+    teacher's engine is on the GPUs of the first engine, within their share. It never sleeps.
     """
+    if config.engine.lends and placement.kind == "split":
+        raise ConfigError(
+            f"engine.sleep={config.engine.sleep} lends memory to a trainer on the same GPU, and with this "
+            "placement no GPU has both.",
+            "Leave it out, or use placement=shared.",
+        )
     gpus = placement.gpus
     totals = {index: gpu.total_bytes for index, gpu in gpus.items() if gpu.total_bytes is not None}
     if not totals.keys() >= {*placement.engine_gpus, *placement.rank_gpus}:
@@ -416,15 +430,24 @@ def divide_gpus(
     sizes = [totals[i] for i in placement.engine_gpus]
     kv_cache = kv_cache_bytes(config, engine, min(sizes), teacher) if sizes else 0
     beside = placement.first_engine(config) if teacher is not None else []
-    limits = [
-        placement.free_bytes.get(i, totals[i])
-        - placement.engine_gpus.count(i) * (engine.before_kv() + kv_cache)
-        - (teacher.total() if teacher is not None and i in beside else 0)
-        for i in placement.rank_gpus
-    ]
+    lends, whole = config.engine.lends, engine.before_kv() + kv_cache
+    beside_trainer = whole if lends is None else engine.asleep(lends)
+    of_teacher = teacher.total() if teacher is not None else 0
+    left = [placement.free_bytes.get(i, totals[i]) - of_teacher * (i in beside) for i in placement.rank_gpus]
+    engines = [placement.engine_gpus.count(i) for i in placement.rank_gpus]
+    limits = [free - count * beside_trainer for free, count in zip(left, engines, strict=True)]
     limit = min(limits)
     fullest = placement.rank_gpus[limits.index(limit)]
     require_trainer(config, trainer, limit, gpus[fullest], placement)
+    awake = min(free - count * whole for free, count in zip(left, engines, strict=True))
+    if lends is not None and awake < trainer.waiting(lends):
+        raise DoesNotFit(
+            f"A waiting trainer needs {gib(trainer.waiting(lends))}, and engines that are awake leave "
+            f"{gib(max(0, awake))} (engine.gpu_memory_utilization={config.engine.gpu_memory_utilization:g}).",
+            "Lower engine.gpu_memory_utilization, divide the model among more GPUs (engine.tensor_parallel), "
+            "or use trainer.offload=true.",
+        )
+    require_host_memory(config, trainer, engine, placement)
     note = rank_note(config, trainer, limit)
     if not sizes:
         return MemoryPlan(trainer_bytes=limit - trainer.process), [note]
@@ -497,7 +520,7 @@ def require_trainer(
     needed = trainer.total(longest)
     if needed > limit * MARGIN:
         beside = placement.engine_gpus.count(gpu.index)
-        engines = f" beside {beside} engine(s)" if beside else ""
+        engines = f" beside {beside} {'sleeping ' * bool(config.engine.lends)}engine(s)" if beside else ""
         others = placement.others.get(gpu.index)
         raise DoesNotFit(
             f"The trainer does not fit on GPU {gpu.index} ({gpu.name}){engines}: a trajectory of {longest} "
@@ -505,6 +528,21 @@ def require_trainer(
             f"and {gib(limit)} are left{f'; {others}' if others else ''}.",
             f"Use {_gpu_helps(config, trainer)}.",
         )
+
+
+def require_host_memory(
+    config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory, placement: GpuChoice
+) -> None:
+    """Raise DoesNotFit if this machine cannot hold the weights that take turns on its GPUs."""
+    needed = len(placement.rank_gpus) * trainer.weights + len(placement.engine_gpus) * engine.weights
+    is_described = not placement.free_bytes
+    if config.engine.lends != "weights" or is_described or needed <= available_memory():
+        return
+    raise DoesNotFit(
+        f"engine.sleep=weights keeps {gib(needed)} of weights in the machine's memory, of which "
+        f"{gib(available_memory())} are free.",
+        "Use a smaller model, or more GPUs.",
+    )
 
 
 def worst_copies(tokens: int, config: TrainConfig) -> float:
@@ -593,9 +631,12 @@ def engine_note(config: TrainConfig, engine: EngineMemory, kv_cache: int) -> Not
     """The prediction for an engine on GPUs."""
     tokens, size = kv_cache // max(1, engine.kv_per_token), config.engine.tensor_parallel
     where = f" on each of its {size} GPUs" if size > 1 else ""
+    asleep = ""
+    if (lends := config.engine.lends) is not None:
+        asleep = f"; {gib(engine.asleep(lends))} while the trainer computes (engine.sleep={lends})"
     return Note(
         f"memory of an engine{where}: {gib(engine.before_kv() + kv_cache)} ({engine_parts(engine)}, "
-        f"KV cache {gib(kv_cache)} for {tokens} tokens)"
+        f"KV cache {gib(kv_cache)} for {tokens} tokens){asleep}"
     )
 
 

@@ -42,6 +42,7 @@ from skylite.rollout.step_metrics import (
     trainer_metrics,
 )
 from skylite.rollout.unordered_steps import Stream, taken_before
+from skylite.run.files import write_json
 from skylite.run.metrics_file import append_metrics, read_metrics
 from skylite.run.rollout_file import write_rollouts
 from skylite.run.run_dir import AdapterVersion, RunDir, adapter_name, sampling_version
@@ -105,6 +106,8 @@ class StepQueues:
     """Steps with a written rollout file, in order, for `record_steps`. None: there is no further step."""
     sampling: dict[int, Interval] = field(default_factory=dict)
     """Step -> when it was sampled; the end is inf until sampling ends."""
+    asleep_s: dict[int, float] = field(default_factory=dict)
+    """Step -> seconds that the engines took to fall asleep before it is trained."""
     requests: dict[int, Interval] = field(default_factory=dict)
     """Batch -> when engines worked on it. `sample_steps` has a batch a step, with the times above."""
 
@@ -158,6 +161,8 @@ async def sample_steps(session: Session, queues: StepQueues) -> int:
         )
         queues.sampling[step] = (started, time.monotonic())
         hand_over(session, queues, step, sampled, version)
+        if plan.config.engine.lends:
+            queues.asleep_s[step] = await lend_memory(session, step)
     # The last version is still to come; the one before it may be evaluated.
     await unload_before(session, before=last - 1)
     return last
@@ -170,6 +175,23 @@ def hand_over(session: Session, queues: StepQueues, step: int, sampled: SampledS
         write_rollouts(session.plan.run.rollout_path(step), sampled.groups, sampled.batches)
     session.progress.event("rollouts_written", step=step, version=version)
     queues.samples.put_nowait(sampled)
+
+
+async def lend_memory(session: Session, step: int) -> float:
+    """Let the engines sleep, and then the trainer compute the step. Returns the seconds until it may."""
+    started = time.monotonic()
+    await session.engines.sleep()
+    session.progress.event("engines_asleep", step=step)
+    write_json(session.plan.run.trainer_turn_path, {"step": step})
+    return time.monotonic() - started
+
+
+async def take_memory_back(session: Session, step: int) -> float:
+    """Wake the engines after the step. Returns the seconds."""
+    started = time.monotonic()
+    await session.engines.wake()
+    session.progress.event("engines_awake", step=step)
+    return time.monotonic() - started
 
 
 async def sample_unordered(session: Session, queues: StepQueues) -> int:
@@ -234,6 +256,9 @@ async def record_steps(session: Session, queues: StepQueues) -> int:
         progress.event("trainer_step_seen", step=step)
         _log_what_it_says(plan.run, trainer_step, step)
         progress.phase("syncing", adapter_name(step))
+        sleep_s: float | None = None
+        if step in queues.asleep_s:
+            sleep_s = queues.asleep_s.pop(step) + await take_memory_back(session, step)
         adapter, load_s = await load_adapter(session, step)
         # A trainer may score held-out rows, or write a checkpoint, before the parent sees the step.
         other_s = sum(trainer_step.metrics.get(f"time/{work}_s", 0.0) for work in ("eval", "checkpoint"))
@@ -248,6 +273,8 @@ async def record_steps(session: Session, queues: StepQueues) -> int:
         metrics = step_metrics(step, sampled, trainer_step.metrics, report, times)
         if not plan.config.algorithm.compares_groups:  # equal rewards say nothing of a signal
             metrics.pop("groups/zero_std_sampled_frac", None)
+        if sleep_s is not None:
+            metrics["time/engine_sleep_s"] = sleep_s
         metrics["restarts"] = sum(progress.restarts.values())
         bins = trainer_step.rollout_gaps.get("bins", ())
         if bins and not sampled.stored:

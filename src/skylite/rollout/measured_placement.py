@@ -174,6 +174,7 @@ def fits(plan: RunPlan) -> tuple[Fit, list[Fit]]:
         if isinstance(fit, Fit)
         and layout_of(fit.placement) != layout_of(placement)
         and not fit.is_slow
+        and not fit.config.engine.lends  # what that takes is not measured
         and fit.config.trainer.offload <= plan.config.trainer.offload
     ]
     return measured(plan.config, {}, setup), others

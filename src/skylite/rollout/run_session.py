@@ -133,8 +133,18 @@ class OwnProcesses:
         self._modules: list[str] = []
 
     async def start(self, start: Start, stack: contextlib.AsyncExitStack) -> None:
+        """Start both at once. Engines that sleep start later, on what the waiting trainer leaves."""
+        plan = start.plan
+        if not plan.config.engine.lends:
+            modules = last_names(predict_modules(plan.resolved.model.path, plan.config.lora)[1])
+            await self._start_engines(start, stack, modules)
+        start_trainer(start, start.supervisor)
+
+    async def _start_engines(
+        self, start: Start, stack: contextlib.AsyncExitStack, modules: list[str]
+    ) -> None:
         plan, supervisor, progress = start.plan, start.supervisor, start.progress
-        self._modules = last_names(predict_modules(plan.resolved.model.path, plan.config.lora)[1])
+        self._modules = modules
         restarts = RestartPolicy(
             config=plan.config.engine,
             verify=partial(verify_folder, tolerance=start.tolerance),
@@ -146,9 +156,11 @@ class OwnProcesses:
         )
         self._watchdogs = await stack.enter_async_context(starting)
         progress.event("engines_started")
-        start_trainer(start, supervisor)
 
     async def engines(self, start: Start, stack: contextlib.AsyncExitStack) -> Sequence[RetryingEngine]:
+        wanted = published_modules(start.plan)
+        if start.plan.config.engine.lends:
+            await self._start_engines(start, stack, wanted)
         return await stack.enter_async_context(
             engines_for_modules(
                 start.plan.run_config,
@@ -156,7 +168,7 @@ class OwnProcesses:
                 self._watchdogs,
                 start.supervisor,
                 started_for=self._modules,
-                wanted=published_modules(start.plan),
+                wanted=wanted,
             )
         )
 
@@ -255,10 +267,11 @@ def resumed_with(plan: RunPlan, settings: Mapping[str, Any]) -> RunPlan:
 
 
 def clear_control_files(plan: RunPlan) -> None:
-    """Remove the stop request, the trainer's error and the rendezvous of an earlier attempt."""
+    """Remove the stop request, the trainer's error and turn, and the rendezvous of an earlier attempt."""
     with convert_os_errors(plan.run.root):
         plan.run.stop_path.unlink(missing_ok=True)
         plan.run.trainer_error_path.unlink(missing_ok=True)
+        plan.run.trainer_turn_path.unlink(missing_ok=True)
     old = temporary_sibling(plan.run.rendezvous)
     with convert_os_errors(plan.run.rendezvous):  # a new one, so that it is a folder that this user owns
         with contextlib.suppress(FileNotFoundError):

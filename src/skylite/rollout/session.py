@@ -75,6 +75,8 @@ Event = Literal[
     "adapter_loaded",
     "adapter_verified",
     "adapter_unloaded",
+    "engines_asleep",
+    "engines_awake",
     "engine_left_out",
     "engine_taken_back",
 ]
@@ -85,6 +87,7 @@ Event = Literal[
   oldest version
 - trainer_step_seen (the parent has read the trainer's result of a step): "step"
 - adapter_*: "version"
+- engines_asleep and engines_awake (engine.sleep): "step" that the trainer computes between them
 - engine_* (of engine.urls): "engine", its number
 """
 

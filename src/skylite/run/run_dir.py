@@ -138,6 +138,11 @@ class RunDir:
         return self.root / "stop"
 
     @property
+    def trainer_turn_path(self) -> Path:
+        """The last step that the trainer may compute, {"step": N}, in a run whose engines sleep meanwhile."""
+        return self.root / "trainer_turn.json"
+
+    @property
     def rendezvous(self) -> Path:
         """Rendezvous files of torchrun and the trainer ranks; useless after the trainer exits."""
         return self.root / "rendezvous"

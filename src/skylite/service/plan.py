@@ -105,6 +105,12 @@ def plan_base(config: TrainConfig, folder: Path, provenance: Provenance) -> Base
         raise ConfigError(f"{folder} holds something else than a service.", "Choose another folder.")
     refuse_urls(config, "service")
     require_one_host(config, "a service")
+    if config.engine.lends:
+        raise ConfigError(
+            f"engine.sleep={config.engine.sleep} is for `skylite train`: a service samples for one policy "
+            "while another trains.",
+            "Leave it out.",
+        )
     programs = allow_launcher(config, provenance)
     launcher = load_launcher(config, programs)
     config = config.model_copy(update={"placement": "explicit"})  # its policies share trainer and engine

@@ -19,7 +19,8 @@ from skylite.adapters.manifest import Canary, CanaryImage
 from skylite.config.train import RunConfig, TrainConfig
 from skylite.errors import TrainingDiverged
 from skylite.model.fast_path_check import enable_shortcuts
-from skylite.model.policy import Policy, load_policy, teacher_of
+from skylite.model.lent_weights import LentWeights
+from skylite.model.policy import Policy, base_tensors, load_policy, teacher_of
 from skylite.model.process_group import Dist, half_the_threads
 from skylite.run.checkpoint_folder import checkpoint_steps
 from skylite.run.files import write_json
@@ -45,6 +46,7 @@ from skylite.trainer.canary import (
 from skylite.trainer.checkpoint import CheckpointInterval
 from skylite.trainer.micro_batch_memory import (
     first_line,
+    free_memory,
     halve_micro_batches,
     is_out_of_memory,
     lost_to_memory,
@@ -71,6 +73,8 @@ class LoopState:
     """[S][L - 1] canary logprobs of the base model, which never changes."""
     choices: list[str]
     """A sentence per shortcut: used or not, and why."""
+    base_weights: LentWeights | None = None
+    """With engine.sleep=weights: those of the base, which leave the device while the engines sample."""
     held_out: list[TrainingExample] = field(default_factory=list)
     """Rows that the trainer scores. Empty: the engine scores the held-out prompts."""
 
@@ -155,6 +159,7 @@ def begin_training(
     started = time.monotonic()
     metrics = publish_version(state, done) | score_held_out(state, done)
     facts = {"resumed": done > 0, "choices": state.choices}
+    give_memory_back(state)
     write_step_file(run, dist, done, common_facts(state) | facts, metrics, (started, started))
     return Training(state, done, done, CheckpointInterval(state.config.checkpoint.every))
 
@@ -165,6 +170,8 @@ def take_step(training: Training, examples: list[TrainingExample], waited: float
     `waited`: since when, by the monotonic clock, the trainer had nothing else to do. Raises TrainingDiverged.
     """
     step, interval = training.done + 1, training.interval
+    if training.state.base_weights is not None:
+        training.state.base_weights.come_back()
     training.state, result = try_until_it_fits(training.state, examples, step)
     state = training.state
     run, dist = state.run, state.dist
@@ -191,6 +198,7 @@ def take_step(training: Training, examples: list[TrainingExample], waited: float
     metrics["checkpoint/interval"] = float(interval.steps)
     facts = {"skipped": result.anomaly} if result.anomaly else {}
     facts |= common_facts(state) | {"warnings": result.warnings, "notes": notes, **result.facts}
+    give_memory_back(state)
     write_step_file(run, dist, step, facts, metrics, result.span)
 
 
@@ -241,6 +249,9 @@ def build_state(run: RunDir, run_config: RunConfig, dist: Dist, base: SharedBase
         canary_sequences=sequences,
         canary_image=image,
         base_logprobs=base_canary_logprobs(policy, sequences, image),
+        base_weights=LentWeights(base_tensors(policy), dist.device)
+        if config.engine.lends == "weights"
+        else None,
         choices=choices,
         held_out=read_held_out(run, dist),
     )
@@ -259,14 +270,34 @@ def restore(state: LoopState) -> int:
 
 def wait_for_examples(state: LoopState, step: int) -> list[TrainingExample] | None:
     """The examples of `step` once their file exists, or None on a stop request. Rank 0 reads them for all."""
-    path, stop = state.run.rollout_path(step), state.run.stop_path
+    run, takes_turns = state.run, state.config.engine.lends is not None
+    path, stop = run.rollout_path(step), run.stop_path
 
     def look() -> list[TrainingExample] | None:
         if stop.exists():
             return []
+        if takes_turns and not is_its_turn(run, step):
+            return None
         return read_examples(path) if path.exists() else None
 
     return state.dist.wait_for(look) or None
+
+
+def is_its_turn(run: RunDir, step: int) -> bool:
+    """Whether the engines sleep, so that the trainer may compute `step` in the memory that they lend."""
+    path = run.trainer_turn_path
+    return path.exists() and run.read_count(path, "step") >= step
+
+
+def give_memory_back(state: LoopState) -> None:
+    """Free what the engines lent. Call it before the step file, at which they take it again: to write that,
+    each rank waits for the others.
+    """
+    if state.config.engine.lends is None:
+        return
+    if state.base_weights is not None:
+        state.base_weights.leave()
+    free_memory()
 
 
 def read_held_out(run: RunDir, dist: Dist) -> list[TrainingExample]:

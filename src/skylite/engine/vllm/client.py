@@ -10,10 +10,12 @@ from typing import Any, Literal, TypeVar
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from skylite.config.engine import Lent
 from skylite.data.images import data_uri
 from skylite.engine.connections import MAX_CONNECTIONS, Address, Connections
 from skylite.engine.interface import BASE_NAME, Sampling
 from skylite.engine.vllm.plugin.batched_outputs import MARK
+from skylite.engine.vllm.plugin.sleep import SLEEP, WAKE
 from skylite.errors import EngineDead, EngineFailed, RunFailed, SyncFailed
 from skylite.run.run_dir import AdapterVersion
 from skylite.types import Call, EncodedPrompt
@@ -124,10 +126,11 @@ class VllmClient:
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         max_connections: int = MAX_CONNECTIONS,
         base_name: str = BASE_NAME,
+        lends: Lent | None = None,
     ) -> None:
-        """`base_name`: what the server calls the model without an adapter."""
+        """`base_name`: what the server calls the model without an adapter. `lends`: see EngineSpec."""
         self.name = name
-        self._base_name = base_name
+        self._base_name, self._lends = base_name, lends
         self._request_timeout_s = request_timeout_s
         self._connections = Connections(name, address, max_connections)
 
@@ -284,6 +287,19 @@ class VllmClient:
         if reply.status_code not in (httpx.codes.OK, httpx.codes.NOT_FOUND):
             kind = EngineFailed if reply.is_server_error else SyncFailed
             raise kind(f"{self.name} could not unload adapter {name}: {reason(reply)}")
+
+    async def sleep(self) -> None:
+        """Give back what the spec says. vLLM drops its requests, and holds new ones back until `wake`."""
+        await self._sleep_route(SLEEP, {"lends": self._lends})
+
+    async def wake(self) -> None:
+        """Take the memory again. No error if it does not sleep."""
+        await self._sleep_route(WAKE)
+
+    async def _sleep_route(self, path: str, body: dict[str, Any] | None = None) -> None:
+        reply = await self._connections.send("POST", path, body, self._request_timeout_s)
+        if reply.status_code != httpx.codes.OK:
+            raise EngineFailed(f"{self.name} answered {path} with {reply.status_code}: {reason(reply)}")
 
     def _served_name(self, model: str) -> str:
         return self._base_name if model == BASE_NAME else model

@@ -17,7 +17,7 @@ import httpx
 
 from skylite.adapters.experts import MODULE as EXPERTS
 from skylite.adapters.target_modules import last_names
-from skylite.config.engine import CpuLora
+from skylite.config.engine import CpuLora, Lent
 from skylite.config.lora import LoraConfig
 from skylite.config.train import TrainConfig
 from skylite.data.chat_tokenizer import ChatTemplate, ChatTokenizer, text_for_others
@@ -44,7 +44,7 @@ from skylite.engine.vllm.models import (
 from skylite.engine.vllm.plugin import CPU_SERVER, STOCK_SERVER, SWITCH, WIDENED_BASE, batched_outputs
 from skylite.engine.vllm.plugin import processes as plugin_processes
 from skylite.engine.vllm.server_check import RUNTIME_LORA, ServerCheck
-from skylite.errors import ModelError
+from skylite.errors import ConfigError, ModelError
 from skylite.hub.text_model import QUANTISED, is_wrapper, model_shapes, quantised_format, read_config
 from skylite.processes.child_env import FEW_PRODUCTS, INTEL_OPENMP, LOOPBACK_ONLY, has_library, preload_env
 from skylite.processes.gpus import cuda_env
@@ -53,6 +53,7 @@ from skylite.run.run_dir import AdapterVersion
 
 FLASHINFER_SAMPLER = "VLLM_USE_FLASHINFER_SAMPLER"
 """vLLM's other sampler. Its kernels are compiled at the start by nvcc, which pip does not install."""
+SLEEP_MIDDLEWARE = "skylite.engine.vllm.plugin.sleep.SleepRoutes"
 SERVE_MIDDLEWARE = "skylite.engine.vllm.plugin.api_key.RequireKey"
 """By its name: the file imports the HTTP server."""
 MOST_ARGUMENT_BYTES = (128 << 10) - 100
@@ -67,6 +68,8 @@ Buys time: without the flag, sampling gives 9 % fewer tokens per second.
 
 WITH_IMAGES = "0.32."
 """vLLM versions that take images beside token ids as client.py sends them."""
+WITH_SLEEP = "0.32."
+"""vLLM versions that release the KV cache alone."""
 MERGED_MEMORY_SHARE = 0.25
 """Largest share of the machine's memory for merged weights."""
 STAGES = (
@@ -97,6 +100,17 @@ class VllmLauncher:
         """Raise ModelError if the installed vLLM is built for another device, or torchvision breaks it."""
         check_build(device)
         check_torchvision()
+
+    def check_sleep(self, device: str, lends: Lent) -> None:
+        """Raise ConfigError on a CPU, where vLLM gives nothing back, and for a vLLM that is not tested."""
+        version = vllm_version()
+        if device == "cpu":
+            why, remedy = "this run has no GPU", "Leave it out."
+        elif version is not None and not version.startswith(WITH_SLEEP):
+            why, remedy = f"vLLM {version} is not tested for it", f"Install vLLM {WITH_SLEEP}x."
+        else:
+            return
+        raise ConfigError(f"engine.sleep={lends} lends a part of a GPU to the trainer, and {why}.", remedy)
 
     def check_model(
         self,
@@ -236,7 +250,11 @@ class VllmLauncher:
     def connect(self, spec: EngineSpec) -> VllmClient:
         """A client of the server."""
         return VllmClient(
-            spec.name, spec.address, max_connections=spec.max_num_seqs, base_name=spec.base_name
+            spec.name,
+            spec.address,
+            max_connections=spec.max_num_seqs,
+            base_name=spec.base_name,
+            lends=spec.lends,
         )
 
     async def check_server(
@@ -251,7 +269,11 @@ LOGPROBS = ("--logprobs-mode", "processed_logprobs")
 
 
 def _run_flags(spec: EngineSpec) -> list[str]:
-    return ["--uds", str(spec.address.socket), *LOGPROBS]
+    flags = ["--uds", str(spec.address.socket), *LOGPROBS]
+    if spec.lends is not None:
+        # Not VLLM_SERVER_DEV_MODE, whose routes also run any function in the workers.
+        flags += ["--enable-sleep-mode"] * (spec.device == "cuda") + ["--middleware", SLEEP_MIDDLEWARE]
+    return flags
 
 
 def stock_command(spec: EngineSpec) -> str:
