@@ -130,6 +130,8 @@ def test_seconds_of_another_layout_by_hand() -> None:
     assert seconds.with_layout(now, one, ahead=True) == max(6, 2) + 2
     assert seconds.with_layout(now, both, ahead=True) == 4.5 + 0.5 + 2, "one GPU does one thing at a time"
     assert seconds.with_layout(both, now, ahead=True) == max(18, 2) + 1
+    in_turns = StepSeconds(sampling=9.0, training=1.0, step=12.0, turns=0.5)
+    assert in_turns.with_layout(both, now, ahead=False) == 18 + 2 + 1.5, "without turns"
 
 
 def after_steps(

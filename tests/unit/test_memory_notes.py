@@ -173,8 +173,8 @@ def test_a_refused_run_names_settings_that_help(machine: Machine, tmp_path: Path
     with pytest.raises(ConfigError) as refused:
         note_of_7b(machine, tmp_path / "m", settings(rollout=rollout), H100)
     assert refused.value.hint == (
-        "Use trainer.checkpointing=full, a smaller rollout.max_completion_tokens, a lower "
-        "engine.gpu_memory_utilization, more ranks, each on its own GPU (trainer.num_ranks) or "
+        "Use trainer.checkpointing=full, a smaller rollout.max_completion_tokens, engine.sleep=weights, a "
+        "lower engine.gpu_memory_utilization, more ranks, each on its own GPU (trainer.num_ranks) or "
         "trainer.offload=true."
     )
 

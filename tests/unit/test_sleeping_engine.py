@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -18,15 +18,21 @@ from transformers import AutoModelForCausalLM
 from skylite.cli.plan import checked_setup, plan_config
 from skylite.config.provenance import from_command_line
 from skylite.config.train import TrainConfig
+from skylite.engine.interface import Launcher
 from skylite.engine.retrying_engine import RetryingEngine
 from skylite.engine.vllm.launcher import SLEEP_MIDDLEWARE, VllmLauncher
 from skylite.engine.vllm.plugin.sleep import SLEEP, WAKE, SleepRoutes
 from skylite.engine.watchdog import wait_for_hang
 from skylite.errors import ConfigError, DoesNotFit, EngineFailed
 from skylite.model.lent_weights import LentWeights
-from skylite.resources.gpu_fit import GIB, best_fit, described_gpus
+from skylite.model.policy import base_tensors, load_policy
+from skylite.model.process_group import Dist
+from skylite.model.quantised_weights import QuantisedWeight
+from skylite.resources.gpu_fit import GIB, best_fit, described_gpus, with_settings
 from skylite.resources.gpu_memory_plan import plan_memory
 from skylite.resources.gpu_placement import assign_gpus
+from tests.decisions import resolved
+from tests.quantised_models import FORMATS, quantise_model
 from tests.tiny_models import make_tiny_model
 from tests.unit.doc_scripts import script
 from tests.unit.engine_cases import SPEC
@@ -113,6 +119,23 @@ def test_a_server_that_does_not_sleep_or_wake_is_replaced(verb: str) -> None:
     asyncio.run(run())
 
 
+def test_a_long_sleep_is_no_hang() -> None:
+    """vLLM copies a large model's weights for minutes, and generates nothing."""
+
+    class Slow(Recorder):
+        async def sleep(self) -> None:
+            await asyncio.sleep(1.0)
+
+    async def run() -> None:
+        engine = RetryingEngine(Slow())  # type: ignore[arg-type]
+        watching = asyncio.ensure_future(wait_for_hang(engine, 0.3))
+        await engine.sleep()
+        assert not watching.done()
+        watching.cancel()
+
+    asyncio.run(run())
+
+
 class AsyncLlm:
     """What the middleware calls of vLLM's AsyncLLM."""
 
@@ -155,6 +178,7 @@ def test_the_routes_of_vllm() -> None:
                 await http.post(SLEEP, json={"lends": "kv_cache"}),
                 await http.post(WAKE),
                 await http.post(SLEEP, json={"lends": "weights"}),
+                await http.post(SLEEP, json={"lends": None}),
                 await http.get(SLEEP),
                 await http.post("/v1/completions"),
             ]
@@ -162,7 +186,7 @@ def test_the_routes_of_vllm() -> None:
 
     first, *others = asyncio.run(ask())
     assert (first[0], json.loads(first[1])) == (500, {"error": "RuntimeError: CUDA out of memory"})
-    assert [status for status, _ in others] == [200] * 5
+    assert [status for status, _ in others] == [200, 200, 200, 500, 200, 200]
     pause = ("pause", {"mode": "abort", "clear_cache": True})
     assert llm.calls == [pause, "release", "wake", ("sleep", {"level": 1, "mode": "abort"})]
     assert passed == [SLEEP, "/v1/completions"]
@@ -197,7 +221,26 @@ def test_weights_leave_and_come_back_with_their_bits(tmp_path: Path) -> None:
     assert torch.equal(model(token_ids).logits, before)
 
 
-def test_tensors_elsewhere_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_a_quantised_base_leaves_and_comes_back(tmp_path: Path, form: str, dist: Dist) -> None:
+    """Its matrices are read as they were, and nothing of them stays but the adapters."""
+    plain = make_tiny_model(tmp_path / "plain", "qwen3")
+    folder = quantise_model(plain, tmp_path / form, form)
+    policy = load_policy(resolved(folder, tmp_path), TrainConfig(), dist)
+    matrices = [p for p in policy.model.parameters() if isinstance(p, QuantisedWeight)]
+    assert matrices
+    before = [matrix.widen() for matrix in matrices]
+    lent = LentWeights(base_tensors(policy), dist.device)
+    lent.leave()
+    movable = [t for t in base_tensors(policy) if t.untyped_storage().resizable()]
+    assert movable
+    assert {t.untyped_storage().nbytes() for t in movable} == {0}
+    assert all(p.untyped_storage().nbytes() for p in policy.lora.values())
+    lent.come_back()
+    assert all(torch.equal(a.widen(), b) for a, b in zip(matrices, before, strict=True))
+
+
+def test_tensors_elsewhere_stay() -> None:
     weight = torch.ones(3)
     lent = LentWeights([weight], torch.device("cuda"))
     lent.leave()
@@ -249,6 +292,38 @@ def test_gpus_of_their_own_are_not_lent(model: Path) -> None:
         plan_memory(config, setup)
     shared = replace(setup, placement=assign_gpus(config, gpus[:1]))
     assert plan_memory(config, shared)[0].trainer_bytes
+
+
+def test_the_machine_holds_what_takes_turns(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's copy, up to twice as large as it is pinned, and the trainer's."""
+    settings = ("engine.sleep=weights", "engine.gpu_memory_utilization=0.85", "trainer.checkpointing=full")
+    config, _ = plan_config(None, from_command_line(settings), 2048)
+    setup, gpus = checked_setup(config, model), described_gpus("24")
+    here = replace(assign_gpus(config, gpus), free_bytes={0: 24 * GIB})
+    engine = setup.engine(config)
+    needed = 2 * (engine.weights + engine.lora_slots) + engine.weights
+    monkeypatch.setattr("skylite.resources.gpu_memory_plan.available_memory", lambda: needed)
+    assert plan_memory(config, replace(setup, placement=here))[0].trainer_bytes
+    monkeypatch.setattr("skylite.resources.gpu_memory_plan.available_memory", lambda: needed - 1)
+    with pytest.raises(DoesNotFit, match=r"keeps up to 4\d\.\d GiB of weights in the machine's memory"):
+        plan_memory(config, replace(setup, placement=here))
+
+
+def test_a_launcher_of_ones_own_need_not_know_of_sleep(model: Path) -> None:
+    class Silent:
+        name = "mine"
+        memory = VllmLauncher().memory
+
+    class Inherits(VllmLauncher):
+        check_sleep = Launcher.check_sleep
+
+    config, _ = plan_config(None, from_command_line(()), 2048)
+    for launcher in (Silent(), Inherits()):
+        setup = replace(checked_setup(config, model), launcher=cast(Launcher, launcher))
+        found = best_fit(config, setup, described_gpus("24"))
+        assert isinstance(found, DoesNotFit)
+        with pytest.raises(ConfigError, match="has no check_sleep"):
+            plan_memory(with_settings(config, {"engine.sleep": "kv_cache"}), setup)
 
 
 def test_a_cpu_and_another_vllm_refuse_to_sleep(monkeypatch: pytest.MonkeyPatch) -> None:

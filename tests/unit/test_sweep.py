@@ -13,6 +13,7 @@ from skylite.config.engine import EngineConfig
 from skylite.config.provenance import Provenance, Typed
 from skylite.config.train import TrainConfig
 from skylite.engine.interface import served_versions
+from skylite.engine.start_engines import require_awake
 from skylite.errors import ConfigError, DoesNotFit
 from skylite.evaluation.confidence_interval import MeanScore
 from skylite.report.sweep import PolicyResult, best_of
@@ -63,6 +64,12 @@ def test_a_setting_is_chosen_once_and_memory_is_planned_for_all_at_once() -> Non
     with pytest.raises(ConfigError, match=r"--rank and the sweep both choose lora\.rank"):
         varied(typed, {"lora.rank": Typed(4, "--grid")}, 2)
     assert varied(typed, {}, 3).typed["engine.policies"].value == 3
+    assert varied(typed, {}, 1).typed["engine.sleep"].value == "never", "one samples while another trains"
+    asleep = Provenance(typed={"engine.sleep": Typed("kv_cache", "--set")})
+    assert varied(asleep, {}, 1).typed["engine.sleep"].value == "kv_cache"
+    for command in ("sweep", "service"):
+        with pytest.raises(ConfigError, match="samples for one policy while it trains another"):
+            require_awake(TrainConfig(engine=EngineConfig(sleep="kv_cache")), command)
     for policies, versions in ((1, 1), (3, 5)):
         config = TrainConfig().model_copy(update={"engine": EngineConfig(policies=policies)})
         assert served_versions(config) == versions, "each policy has one version, and loads the next"

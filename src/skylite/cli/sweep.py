@@ -129,7 +129,7 @@ def plan_together(
 
     `plan`: of a policy, with memory for so many of it. Raises ConfigError if `asked` does not fit.
     """
-    from skylite.engine.start_engines import refuse_urls
+    from skylite.engine.start_engines import refuse_urls, require_awake
     from skylite.processes.hosts import require_one_host
 
     plans: dict[str, RunPlan] = {}
@@ -141,6 +141,7 @@ def plan_together(
             plans[waiting[0]] = plan(waiting[0], together)
             refuse_urls(plans[waiting[0]].config, "sweep")
             require_one_host(plans[waiting[0]].config, "a sweep")
+            require_awake(plans[waiting[0]].config, "sweep")
         except DoesNotFit as error:
             if together == 1:
                 raise
@@ -325,7 +326,8 @@ def varied(provenance: Provenance, settings: Mapping[str, Typed], together: int)
             flag = provenance.typed[setting].flag
             raise ConfigError(f"{flag} and the sweep both choose {setting}.", "Remove one of them.")
     own = {"engine.policies": Typed(together, "--together"), **settings}
-    return replace(provenance, typed={**provenance.typed, **own})
+    awake = {"engine.sleep": Typed("never", "--set")}  # one policy samples while another trains
+    return replace(provenance, typed={**awake, **provenance.typed, **own})
 
 
 def shared_plans(plans: Mapping[str, RunPlan]) -> dict[str, RunPlan]:

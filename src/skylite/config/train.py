@@ -296,8 +296,9 @@ class TrainConfig(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def check_sleep(self) -> Self:
+    @property
+    def why_awake(self) -> str | None:
+        """Why the engines cannot sleep while the trainer computes. None: they can."""
         awake = {
             f"rollout.max_staleness={self.rollout.max_staleness} samples while the trainer computes": (
                 self.rollout.max_staleness > 0
@@ -307,8 +308,11 @@ class TrainConfig(Section):
             "the engines of engine.urls may have other users": bool(self.engine.urls),
             f"algorithm.name={self.algorithm.name} has no engine": not self.engine.count,
         }
-        why = next((why for why, is_awake in awake.items() if is_awake), None)
-        if self.engine.lends and why is not None:
+        return next((why for why, is_awake in awake.items() if is_awake), None)
+
+    @model_validator(mode="after")
+    def check_sleep(self) -> Self:
+        if self.engine.lends and (why := self.why_awake) is not None:
             raise ValueError(
                 f"engine.sleep={self.engine.sleep} stops the engines while the trainer computes, and {why}; "
                 "leave one of them out."

@@ -157,8 +157,7 @@ class RetryingEngine:
             await self._up.wait()
             client = self._client
             try:
-                with self.asked():
-                    return await request(client)
+                return await request(client)  # not `asked`: no token comes meanwhile
             except EngineFailed as error:
                 if client is self._client and self._up.is_set():
                     self.pause()

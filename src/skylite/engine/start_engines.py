@@ -294,6 +294,16 @@ def refuse_urls(config: TrainConfig, command: str) -> None:
         )
 
 
+def require_awake(config: TrainConfig, command: str) -> None:
+    """Raise ConfigError if the engines are to sleep: another policy may sample while one trains."""
+    if config.engine.lends:
+        raise ConfigError(
+            f"engine.sleep={config.engine.sleep} is for `skylite train`; `skylite {command}` samples for one "
+            "policy while it trains another.",
+            "Leave it out.",
+        )
+
+
 def engine_config(adapter: ServedAdapter, provenance: Provenance, command: str) -> TrainConfig:
     """The settings of the adapter's run, or the defaults, with what the user typed. Raises ConfigError."""
     config = adapter.run_config.config.on_own_engine() if adapter.run_config is not None else TrainConfig()

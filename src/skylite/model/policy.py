@@ -42,6 +42,7 @@ from skylite.model.loading import decoder_layers, load_base, text_path
 from skylite.model.lora_linear import drop_after_a, fuse_lora_layers, unfuse_lora_layers
 from skylite.model.packing import PackedTokens, Packing
 from skylite.model.process_group import Dist
+from skylite.model.quantised_weights import QuantisedWeight
 from skylite.untrusted_files import regular
 
 # The adapters that a policy may have on the base.
@@ -424,7 +425,9 @@ def move_adapters(model: PeftModel, device: torch.device) -> None:
 def base_tensors(policy: Policy) -> list[Tensor]:
     """The weights of the base, and all buffers: what no policy changes."""
     weights = [p for name, p in policy.model.named_parameters() if not is_lora_param(name)]
-    return [*weights, *policy.model.buffers()]
+    parts = [part for w in weights if isinstance(w, QuantisedWeight) for part in w.parts]
+    plain = [w for w in weights if not isinstance(w, QuantisedWeight)]
+    return [*plain, *parts, *policy.model.buffers()]
 
 
 def is_lora_param(parameter: str) -> bool:

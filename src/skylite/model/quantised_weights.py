@@ -40,6 +40,11 @@ class QuantisedWeight(Tensor):
     # Operations reach __torch_dispatch__ below; this hook above them would only cost time.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    @property
+    def parts(self) -> list[Tensor]:
+        """The tensors that are stored."""
+        return list(self._parts.values())
+
     def widen(self) -> Tensor:
         """Its values, as a plain tensor."""
         return self._form.widen(self._parts, self.dtype)

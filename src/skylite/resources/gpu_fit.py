@@ -250,7 +250,7 @@ def attempts(config: TrainConfig, count: int, *, is_quantised: bool) -> Iterator
         return
     tried = list[dict[str, Any]]()
     offloads = (False,) if is_quantised or config.trainer.replicate_base else (False, True)
-    for offload, sleep in itertools.product(offloads, SLEEPS if may_sleep(config) else SLEEPS[:1]):
+    for offload, sleep in itertools.product(offloads, SLEEPS[:1] if config.why_awake else SLEEPS):
         for ranks, engines, size, share in layouts(config, count):
             if sleep != SLEEPS[0] and ranks + engines * size <= count:  # no GPU has both
                 continue
@@ -263,12 +263,6 @@ def attempts(config: TrainConfig, count: int, *, is_quantised: bool) -> Iterator
             if settings not in tried:
                 tried.append(settings)
                 yield settings
-
-
-def may_sleep(config: TrainConfig) -> bool:
-    """Whether the engines have nothing to do while the trainer computes."""
-    engine = config.engine
-    return bool(engine.num_engines) and engine.policies == 1 and not config.rollout.max_staleness
 
 
 def layouts(config: TrainConfig, count: int) -> Iterator[tuple[int, int, int, float]]:

@@ -205,7 +205,7 @@ def plan_memory(config: TrainConfig, setup: Setup) -> tuple[MemoryPlan, list[Not
     """
     engine, sizes, teacher = setup.engine(config), setup.sizes(config), setup.teacher(config)
     if (lends := config.engine.lends) is not None:
-        setup.launcher.check_sleep(setup.device, lends)
+        check_sleep(setup.launcher, setup.device, lends)
     if setup.device == "cpu":
         trainer = trainer_memory(sizes, config, "cpu", setup.dtype)
         note = cpu_note(config, trainer, engine, available_memory(), teacher)
@@ -214,6 +214,18 @@ def plan_memory(config: TrainConfig, setup: Setup) -> tuple[MemoryPlan, list[Not
         return MemoryPlan(), [note]
     trainer = trainer_memory(sizes, config, "cuda", setup.dtype)
     return divide_gpus(config, trainer, engine, setup.placement, teacher)
+
+
+def check_sleep(launcher: Launcher, device: str, lends: Lent) -> None:
+    """Raise ConfigError if engines of the launcher do not sleep, or if it does not say."""
+    own = getattr(type(launcher), "check_sleep", Launcher.check_sleep)
+    if own is Launcher.check_sleep:  # none, or inherited from the protocol
+        raise ConfigError(
+            f"engine.sleep={lends} needs a launcher whose engines sleep, and {launcher.name} has no "
+            "check_sleep.",
+            "Leave it out.",
+        )
+    launcher.check_sleep(device, lends)
 
 
 def fit_memory(config: TrainConfig, setup: Setup) -> tuple[TrainConfig, MemoryPlan, list[Note]]:
@@ -526,21 +538,28 @@ def require_trainer(
             f"The trainer does not fit on GPU {gpu.index} ({gpu.name}){engines}: a trajectory of {longest} "
             f"tokens needs about {gib(needed)} ({trainer.parts(longest)}), "
             f"and {gib(limit)} are left{f'; {others}' if others else ''}.",
-            f"Use {_gpu_helps(config, trainer)}.",
+            f"Use {_gpu_helps(config, trainer, may_sleep=bool(beside))}.",
         )
 
 
 def require_host_memory(
     config: TrainConfig, trainer: TrainerMemory, engine: EngineMemory, placement: GpuChoice
 ) -> None:
-    """Raise DoesNotFit if this machine cannot hold the weights that take turns on its GPUs."""
-    needed = len(placement.rank_gpus) * trainer.weights + len(placement.engine_gpus) * engine.weights
+    """Raise DoesNotFit if this machine cannot hold the weights that take turns on its GPUs.
+
+    An engine's are twice their size at most: torch rounds pinned memory up to powers of two.
+    """
     is_described = not placement.free_bytes
-    if config.engine.lends != "weights" or is_described or needed <= available_memory():
+    if config.engine.lends != "weights" or is_described:
+        return
+    of_engines = len(placement.engine_gpus) * 2 * (engine.weights + engine.lora_slots)
+    whole = engine.weights * config.engine.tensor_parallel
+    of_ranks = whole if config.trainer.offload else len(placement.rank_gpus) * trainer.weights
+    if of_engines + of_ranks <= (free := available_memory()):
         return
     raise DoesNotFit(
-        f"engine.sleep=weights keeps {gib(needed)} of weights in the machine's memory, of which "
-        f"{gib(available_memory())} are free.",
+        f"engine.sleep=weights keeps up to {gib(of_engines + of_ranks)} of weights in the machine's memory, "
+        f"of which {gib(free)} are free.",
         "Use a smaller model, or more GPUs.",
     )
 
@@ -661,9 +680,11 @@ def rank_note(config: TrainConfig, trainer: TrainerMemory, limit: int) -> Note:
     return warning(f"{text}, {end}. {remedy}")
 
 
-def _gpu_helps(config: TrainConfig, trainer: TrainerMemory) -> str:
+def _gpu_helps(config: TrainConfig, trainer: TrainerMemory, *, may_sleep: bool = False) -> str:
     """Neither more ranks nor offload leave less of a quantised base on a GPU."""
-    return _helps(config, *(GPU_HELPS[:1] if trainer.is_quantised else GPU_HELPS))
+    is_new = may_sleep and config.engine.lends is None and config.why_awake is None
+    sleep = ["engine.sleep=weights"] * is_new
+    return _helps(config, *sleep, *(GPU_HELPS[:1] if trainer.is_quantised else GPU_HELPS))
 
 
 def _helps(config: TrainConfig, *others: str) -> str:

@@ -55,14 +55,17 @@ class StepSeconds:
     sampling: float
     training: float
     step: float
+    turns: float = 0.0
+    """Of engine.sleep."""
 
     def with_layout(self, now: Layout, then: Layout, *, ahead: bool) -> float:
         """Predicted seconds of a step with another layout.
 
         Sampling and training take time in inverse proportion to their GPUs. They overlap only on GPUs of
-        their own, and if the run samples ahead. What else a step does takes the time that it takes now.
+        their own, and if the run samples ahead. What else a step does takes the time that it takes now, but
+        for turns: with the other layout no engine sleeps.
         """
-        rest = max(0.0, self.step - _together(self.sampling, self.training, now, ahead))
+        rest = max(0.0, self.step - self.turns - _together(self.sampling, self.training, now, ahead))
         sampling = self.sampling * now.sampling / then.sampling
         training = self.training * now.training / then.training
         return rest + _together(sampling, training, then, ahead)
@@ -140,9 +143,9 @@ def compared(
 
 def step_seconds(metrics: Sequence[Mapping[str, Any]]) -> StepSeconds:
     """Medians of these steps."""
-    names = ("time/rollout_s", "time/train_s", "time/step_s")
-    sampling, training, step = (statistics.median(m[name] for m in metrics) for name in names)
-    return StepSeconds(sampling=sampling, training=training, step=step)
+    names = ("time/rollout_s", "time/train_s", "time/step_s", "time/engine_sleep_s", "time/base_copies_s")
+    sampling, training, step, *turns = (statistics.median(m.get(n, 0.0) for m in metrics) for n in names)
+    return StepSeconds(sampling=sampling, training=training, step=step, turns=sum(turns))
 
 
 def start_s(plan: RunPlan) -> float:

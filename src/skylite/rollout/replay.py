@@ -119,10 +119,10 @@ def copy_for_replay(run: RunDir, recorded: RunConfig, replay: RunDir, start: int
         }
     )
     resolved = recorded.resolved.model_copy(update={"identity": identity})
-    config = recorded.model_copy(update={"resolved": resolved})
+    engine = recorded.config.engine.model_copy(update={"sleep": "never"})  # none is here to take turns with
+    settings = recorded.config.model_copy(update={"engine": engine})
+    config = recorded.model_copy(update={"config": settings, "resolved": resolved})
     write_json(replay.config_path, config.model_dump(mode="json"))
-    if recorded.config.engine.lends:  # no engine is here to take turns with
-        write_json(replay.trainer_turn_path, {"step": step})
     write_json(replay.canary_path, run.read_json(run.canary_path))
     if run.micro_batch_path.exists():
         # Other micro-batches than those of the step would change the rounding of sums.

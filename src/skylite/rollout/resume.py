@@ -291,12 +291,12 @@ SAFE_CHANGES = (
     "algorithm.teacher_key_env",
     "trainer.step_timeout_s", "trainer.max_restarts",
     "engine.key_env", "engine.push_urls", "engine.push_key_env", "engine.ca_file", "engine.min_engines",
-    "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts", "engine.sleep",
+    "engine.start_timeout_s", "engine.stall_timeout_s", "engine.max_restarts",
     "data.path", "trainer.offload", "algorithm.max_feedback_tokens",
 )  # fmt: skip
 """Sections and fields that do not change any result. data.path: the file is compared by its hash.
 reward.judge: how a question gets its answer, not what it is.
-trainer.offload and engine.sleep only change where the base and the AdamW moments are stored."""
+trainer.offload only changes where the base and the AdamW moments are stored."""
 ROUNDING_CHANGES = (
     "trainer.num_ranks",
     "trainer.hosts",
@@ -314,6 +314,7 @@ ROUNDING_CHANGES = (
     "engine.max_num_seqs",
     "engine.kv_cache_gib",
     "engine.gpu_memory_utilization",
+    "engine.sleep",
     "engine.gpus",
     "engine.tensor_parallel",
     "engine.max_loras",

@@ -17,7 +17,7 @@ from skylite.data.chat_tokenizer import load_tokenizer
 from skylite.engine.canary import canary_sequences
 from skylite.engine.launchers import load_launcher
 from skylite.engine.model_sizes import model_sizes
-from skylite.engine.start_engines import refuse_urls
+from skylite.engine.start_engines import refuse_urls, require_awake
 from skylite.errors import ConfigError, convert_os_errors
 from skylite.hub.resolve import ResolvedModel
 from skylite.notes import log_notes, notes_of
@@ -105,12 +105,7 @@ def plan_base(config: TrainConfig, folder: Path, provenance: Provenance) -> Base
         raise ConfigError(f"{folder} holds something else than a service.", "Choose another folder.")
     refuse_urls(config, "service")
     require_one_host(config, "a service")
-    if config.engine.lends:
-        raise ConfigError(
-            f"engine.sleep={config.engine.sleep} is for `skylite train`: a service samples for one policy "
-            "while another trains.",
-            "Leave it out.",
-        )
+    require_awake(config, "service")
     programs = allow_launcher(config, provenance)
     launcher = load_launcher(config, programs)
     config = config.model_copy(update={"placement": "explicit"})  # its policies share trainer and engine

@@ -170,8 +170,7 @@ def take_step(training: Training, examples: list[TrainingExample], waited: float
     `waited`: since when, by the monotonic clock, the trainer had nothing else to do. Raises TrainingDiverged.
     """
     step, interval = training.done + 1, training.interval
-    if training.state.base_weights is not None:
-        training.state.base_weights.come_back()
+    copies_s = take_memory(training.state)
     training.state, result = try_until_it_fits(training.state, examples, step)
     state = training.state
     run, dist = state.run, state.dist
@@ -198,7 +197,9 @@ def take_step(training: Training, examples: list[TrainingExample], waited: float
     metrics["checkpoint/interval"] = float(interval.steps)
     facts = {"skipped": result.anomaly} if result.anomaly else {}
     facts |= common_facts(state) | {"warnings": result.warnings, "notes": notes, **result.facts}
-    give_memory_back(state)
+    copies_s += give_memory_back(state)
+    if state.base_weights is not None:
+        metrics["time/base_copies_s"] = copies_s
     write_step_file(run, dist, step, facts, metrics, result.span)
 
 
@@ -289,15 +290,25 @@ def is_its_turn(run: RunDir, step: int) -> bool:
     return path.exists() and run.read_count(path, "step") >= step
 
 
-def give_memory_back(state: LoopState) -> None:
-    """Free what the engines lent. Call it before the step file, at which they take it again: to write that,
-    each rank waits for the others.
+def take_memory(state: LoopState) -> float:
+    """Bring the base back into what the engines lend. Returns the seconds."""
+    started = time.monotonic()
+    if state.base_weights is not None:
+        state.base_weights.come_back()
+    return time.monotonic() - started
+
+
+def give_memory_back(state: LoopState) -> float:
+    """Free what the engines lent. Returns the seconds.
+
+    Call it before the step file, at which they take it again: to write that, each rank waits for the others.
     """
-    if state.config.engine.lends is None:
-        return
+    started = time.monotonic()
     if state.base_weights is not None:
         state.base_weights.leave()
-    free_memory()
+    if state.config.engine.lends is not None:
+        free_memory()
+    return time.monotonic() - started
 
 
 def read_held_out(run: RunDir, dist: Dist) -> list[TrainingExample]:

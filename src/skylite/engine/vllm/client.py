@@ -22,6 +22,8 @@ from skylite.types import Call, EncodedPrompt
 
 REQUEST_TIMEOUT_S = 1800.0
 """Long, because a group may queue behind others on a slow engine. The watchdog detects hangs earlier."""
+TURN_TIMEOUT_S = 600.0
+"""To sleep or wake: as for a start, because it may copy all weights."""
 GENERATE = "/inference/v1/generate"
 """vLLM's route for token ids with images."""
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{.*\})? (\S+)$", re.MULTILINE)
@@ -297,7 +299,7 @@ class VllmClient:
         await self._sleep_route(WAKE)
 
     async def _sleep_route(self, path: str, body: dict[str, Any] | None = None) -> None:
-        reply = await self._connections.send("POST", path, body, self._request_timeout_s)
+        reply = await self._connections.send("POST", path, body, TURN_TIMEOUT_S)
         if reply.status_code != httpx.codes.OK:
             raise EngineFailed(f"{self.name} answered {path} with {reply.status_code}: {reason(reply)}")
 

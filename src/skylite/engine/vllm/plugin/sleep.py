@@ -54,5 +54,7 @@ async def fall_asleep(engine: Any, lends: str) -> None:
     if lends == "weights":
         await engine.sleep(level=1, mode="abort")
         return
+    if lends != "kv_cache":
+        raise ValueError(f"lends is {lends!r}")
     await engine.pause_generation(mode="abort", clear_cache=True)
     await engine.release_kv_cache_memory()
