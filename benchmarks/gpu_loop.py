@@ -32,6 +32,8 @@ METRICS = (
     "time/train_s",
     "time/sync_s",
     "time/canary_s",
+    "time/engine_sleep_s",
+    "time/base_copies_s",
     "time/publish_s",
     "time/checkpoint_s",
     "time/load_s",
@@ -89,13 +91,15 @@ def loop(report: Report) -> None:
         report.put("resume", resume(report, env, folder / "run"))
 
 
-def loop_of(report: Report, shape: str) -> None:
+def loop_of(report: Report, shape: str, sleep: str = "never") -> None:
     """Two steps of `skylite train` of a random model: 32 prompts with 8 completions of 512 tokens.
 
     They show how long sampling, training and sync take at this size. It ends early if time runs out.
+    `sleep`: engine.sleep.
     """
     with run_folder(report) as folder:
         command, env = random_model_command(folder, sizes_of(shape, report.dry_run)[0], report.dry_run)
+        command += ["--set", f"engine.sleep={sleep}"]
         watch(report, command, env, folder / "run", kill=False)
 
 

@@ -67,15 +67,20 @@ def training(found: Found) -> Iterator[Row]:
 
 
 def loop(found: Found) -> Iterator[Row]:
-    """Each whole step of `skylite train`."""
+    """Each whole step of `skylite train`, and what its turns took."""
     for step in found.get("steps", []):
         times = ", ".join(
             f"{word} {step[f'time/{key}_s']:.1f}"
-            for word, key in (("sampling", "rollout"), ("training", "train"), ("sync", "sync"))
-        )
+            for word, key in (
+                ("sampling", "rollout"), ("training", "train"), ("sync", "sync"),
+                ("sleep and wake", "engine_sleep"), ("copies of the base", "base_copies"),
+            )
+            if f"time/{key}_s" in step
+        )  # fmt: skip
         rate = step["perf/completion_tokens_per_s"]
+        turns = ", in turns" * ("time/engine_sleep_s" in step)
         yield (
-            f"`skylite train` of 7B, step {step['step']}",
+            f"`skylite train` of 7B{turns}, step {step['step']}",
             f"{step['time/step_s']:.1f} s ({times}); {rate:,.0f} sampled tokens per second",
         )
 
@@ -126,6 +131,7 @@ READERS: dict[str, Callable[[Found], Iterator[Row]]] = {
     "attention": attention,
     "loop": loop,
     "loop 7b": loop,
+    "turns 7b": loop,
     "sampling": sampling,
     "out of memory": out_of_memory,
     "profile 7b": profile,

@@ -39,6 +39,7 @@ def dry_run(out: Path, *parts: str) -> dict[str, Any]:
 
 def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
     names = ["machine", "kernels", "train 0.5b", "profile 7b", "out of memory", "collectives", "loop"]
+    names.append("turns 7b")
     # "hangs" is first: a later part could use the time that earlier ones left.
     parts = dry_run(tmp_path / "gpu.json", "hangs", "fails", *names)
     fails, hangs = parts["fails"], parts["hangs"]
@@ -67,6 +68,10 @@ def test_every_part_runs_after_parts_that_fail_and_hang(tmp_path: Path) -> None:
     assert first["tokens_per_micro_batch"] < 256
     assert second["grad_norm"] > 0
     check_loop(parts["loop"]["found"])
+    turns = parts["turns 7b"]["found"]["steps"]
+    assert [step["step"] for step in turns] == [1, 2]
+    assert all(step["time/engine_sleep_s"] > 0 for step in turns)
+    assert all(step["time/base_copies_s"] > 0 for step in turns)
 
 
 def check_loop(found: dict[str, Any]) -> None:

@@ -330,8 +330,9 @@ def test_a_cpu_and_another_vllm_refuse_to_sleep(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match="this run has no GPU"):
         VllmLauncher().check_sleep("cpu", "kv_cache")
     monkeypatch.setattr("skylite.engine.vllm.launcher.vllm_version", lambda: "0.26.0")
-    with pytest.raises(ConfigError, match=re.escape("vLLM 0.26.0 is not tested for it")):
+    with pytest.raises(ConfigError, match=re.escape("vLLM 0.26.0 does not release its KV cache alone")):
         VllmLauncher().check_sleep("cuda", "kv_cache")
+    VllmLauncher().check_sleep("cuda", "weights")
 
 
 @pytest.mark.parametrize(

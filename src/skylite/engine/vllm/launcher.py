@@ -68,7 +68,7 @@ Buys time: without the flag, sampling gives 9 % fewer tokens per second.
 
 WITH_IMAGES = "0.32."
 """vLLM versions that take images beside token ids as client.py sends them."""
-WITH_SLEEP = "0.32."
+WITH_RELEASE = "0.32."
 """vLLM versions that release the KV cache alone."""
 MERGED_MEMORY_SHARE = 0.25
 """Largest share of the machine's memory for merged weights."""
@@ -102,12 +102,13 @@ class VllmLauncher:
         check_torchvision()
 
     def check_sleep(self, device: str, lends: Lent) -> None:
-        """Raise ConfigError on a CPU, where vLLM gives nothing back, and for a vLLM that is not tested."""
+        """Raise ConfigError on a CPU, where vLLM gives nothing back, and for a vLLM that cannot."""
         version = vllm_version()
         if device == "cpu":
             why, remedy = "this run has no GPU", "Leave it out."
-        elif version is not None and not version.startswith(WITH_SLEEP):
-            why, remedy = f"vLLM {version} is not tested for it", f"Install vLLM {WITH_SLEEP}x."
+        elif lends == "kv_cache" and version is not None and not version.startswith(WITH_RELEASE):
+            why = f"vLLM {version} does not release its KV cache alone"
+            remedy = f"Install vLLM {WITH_RELEASE}x, or use engine.sleep=weights."
         else:
             return
         raise ConfigError(f"engine.sleep={lends} lends a part of a GPU to the trainer, and {why}.", remedy)
