@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -45,6 +46,13 @@ def awake(project: Project) -> list[bytes]:
     return weights(trained(project, "awake"))
 
 
+def moved_mib(run: RunDir) -> float:
+    """Of the base, from the trainer's log."""
+    found = re.search(r"engine.sleep=weights: ([\d.]+) MiB", run.log_path("trainer").read_text())
+    assert found is not None
+    return float(found[1])
+
+
 def wait_until_asleep(
     project: Project, process: subprocess.Popen[str], run: str, step: int
 ) -> list[psutil.Process]:
@@ -76,18 +84,26 @@ def check_turns(run: RunDir) -> None:
         assert [*order, loaded["monotonic"]] == sorted([*order, loaded["monotonic"]])
 
 
-@pytest.mark.parametrize("more", [("engine.sleep=kv_cache",), WEIGHTS, (*WEIGHTS, "trainer.num_ranks=2")])
-def test_a_run_in_turns_has_the_adapters_of_any_other(
-    project: Project, awake: list[bytes], more: tuple[str, ...]
-) -> None:
-    name = "-".join(more).replace("=", "-").replace(".", "-")
-    run = trained(project, name, *more, *(["shared_network=true"] if len(more) > 1 else []))
+def test_a_cache_that_is_lent_changes_no_bit(project: Project, awake: list[bytes]) -> None:
+    run = trained(project, "lent-cache", "engine.sleep=kv_cache")
     check_turns(run)
-    if len(more) == 1:  # two ranks add their gradients in another order
-        assert weights(run) == awake
-    metrics = project.metrics(name)
+    assert weights(run) == awake
+    metrics = project.metrics("lent-cache")
     assert [m["step"] for m in metrics] == [*range(1, STEPS + 1)]
     assert all(m["time/engine_sleep_s"] > 0 for m in metrics)
+    assert not any("time/base_copies_s" in m for m in metrics)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_base_that_leaves_changes_no_bit(project: Project, ranks: int) -> None:
+    """In bfloat16, because torch maps the model's float32 file, and a mapping stays. Two ranks shard it."""
+    more = ("model.dtype=bfloat16", f"trainer.num_ranks={ranks}", "shared_network=true")
+    awake = trained(project, f"here-{ranks}", *more)
+    asleep = trained(project, f"away-{ranks}", *more, *WEIGHTS)
+    check_turns(asleep)
+    assert weights(asleep) == weights(awake)
+    assert moved_mib(asleep) > 0.05
+    assert all(m["time/base_copies_s"] > 0 for m in project.metrics(f"away-{ranks}"))
 
 
 def test_an_engine_that_dies_asleep_starts_again_when_it_is_needed(

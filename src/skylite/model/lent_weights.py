@@ -24,6 +24,7 @@ class LentWeights:
         self._storages: list[UntypedStorage] = list(movable.values())
         self._copies: list[UntypedStorage] = []
         self.is_here = True
+        self.num_bytes = sum(storage.nbytes() for storage in self._storages)
 
     def leave(self) -> None:
         """Give the memory of all back to torch's allocator."""

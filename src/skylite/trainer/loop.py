@@ -250,12 +250,21 @@ def build_state(run: RunDir, run_config: RunConfig, dist: Dist, base: SharedBase
         canary_sequences=sequences,
         canary_image=image,
         base_logprobs=base_canary_logprobs(policy, sequences, image),
-        base_weights=LentWeights(base_tensors(policy), dist.device)
-        if config.engine.lends == "weights"
-        else None,
+        base_weights=lent_weights(policy, config, dist),
         choices=choices,
         held_out=read_held_out(run, dist),
     )
+
+
+def lent_weights(policy: Policy, config: TrainConfig, dist: Dist) -> LentWeights | None:
+    """The base's, with engine.sleep=weights."""
+    if config.engine.lends != "weights":
+        return None
+    weights = LentWeights(base_tensors(policy), dist.device)
+    if dist.is_main:
+        size = f"{weights.num_bytes / 2**20:.1f} MiB"
+        print(f"engine.sleep=weights: {size} of the base leave the device while engines sample", flush=True)
+    return weights
 
 
 def restore(state: LoopState) -> int:
