@@ -12,7 +12,7 @@ from skylite.user_functions import is_program
 
 CpuLora = Literal["merged", "dense"]
 Lent = Literal["kv_cache", "weights"]
-"""What engine and trainer take turns to have on a GPU. weights: these, and the KV cache."""
+"""What an engine lends to the trainer. weights: the KV cache, too."""
 VLLM = "vllm"
 """The launcher that ships (engine/vllm/)."""
 

@@ -220,7 +220,7 @@ class Launcher(Protocol):
         """Raise SkyliteError if the installed engine does not run on this device."""
 
     def check_sleep(self, device: str, lends: Lent) -> None:
-        """Raise ConfigError if the installed engine cannot sleep on this device."""
+        """Raise ConfigError if the installed engine cannot lend this on this device."""
 
     def check_model(
         self,

@@ -148,7 +148,7 @@ class RetryingEngine:
         self._awake.set()
 
     async def until_needed(self) -> None:
-        """Wait while it sleeps: another server would not find the memory that it needs."""
+        """Wait while it sleeps: until then a new server finds no memory."""
         await self._needed.wait()
 
     async def _for_sure(self, request: Callable[[Engine], Awaitable[None]]) -> None:

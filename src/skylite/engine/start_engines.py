@@ -287,21 +287,18 @@ def _gpus(count: int, model_path: Path) -> tuple[int, ...]:
 def refuse_urls(config: TrainConfig, command: str) -> None:
     """Raise ConfigError if engine.urls is set: the command starts its engines itself."""
     if config.engine.urls:
-        raise ConfigError(
-            f"engine.urls={config.engine.urls} is for `skylite train`; `skylite {command}` starts its own "
-            "engine.",
-            "Leave it out.",
-        )
+        raise _only_for_train(f"engine.urls={config.engine.urls}", command, "starts its own engine")
 
 
 def require_awake(config: TrainConfig, command: str) -> None:
     """Raise ConfigError if the engines are to sleep: another policy may sample while one trains."""
     if config.engine.lends:
-        raise ConfigError(
-            f"engine.sleep={config.engine.sleep} is for `skylite train`; `skylite {command}` samples for one "
-            "policy while it trains another.",
-            "Leave it out.",
-        )
+        why = "samples for one policy while it trains another"
+        raise _only_for_train(f"engine.sleep={config.engine.sleep}", command, why)
+
+
+def _only_for_train(setting: str, command: str, why: str) -> ConfigError:
+    return ConfigError(f"{setting} is for `skylite train`; `skylite {command}` {why}.", "Leave it out.")
 
 
 def engine_config(adapter: ServedAdapter, provenance: Provenance, command: str) -> TrainConfig:

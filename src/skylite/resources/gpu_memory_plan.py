@@ -422,12 +422,7 @@ def divide_gpus(
     The ranks divide what other processes leave free; gpu_placement.py has checked that the engines fit. A
     teacher's engine is on the GPUs of the first engine, within their share. It never sleeps.
     """
-    if config.engine.lends and placement.kind == "split":
-        raise ConfigError(
-            f"engine.sleep={config.engine.sleep} lends memory to a trainer on the same GPU, and with this "
-            "placement no GPU has both.",
-            "Leave it out, or use placement=shared.",
-        )
+    require_shared(config, placement)
     gpus = placement.gpus
     totals = {index: gpu.total_bytes for index, gpu in gpus.items() if gpu.total_bytes is not None}
     if not totals.keys() >= {*placement.engine_gpus, *placement.rank_gpus}:
@@ -452,13 +447,7 @@ def divide_gpus(
     fullest = placement.rank_gpus[limits.index(limit)]
     require_trainer(config, trainer, limit, gpus[fullest], placement)
     awake = min(free - count * whole for free, count in zip(left, engines, strict=True))
-    if lends is not None and awake < trainer.waiting(lends):
-        raise DoesNotFit(
-            f"A waiting trainer needs {gib(trainer.waiting(lends))}, and engines that are awake leave "
-            f"{gib(max(0, awake))} (engine.gpu_memory_utilization={config.engine.gpu_memory_utilization:g}).",
-            "Lower engine.gpu_memory_utilization, divide the model among more GPUs (engine.tensor_parallel), "
-            "or use trainer.offload=true.",
-        )
+    require_waiting(config, trainer, awake)
     require_host_memory(config, trainer, engine, placement)
     note = rank_note(config, trainer, limit)
     if not sizes:
@@ -539,6 +528,28 @@ def require_trainer(
             f"tokens needs about {gib(needed)} ({trainer.parts(longest)}), "
             f"and {gib(limit)} are left{f'; {others}' if others else ''}.",
             f"Use {_gpu_helps(config, trainer, may_sleep=bool(beside))}.",
+        )
+
+
+def require_shared(config: TrainConfig, placement: GpuChoice) -> None:
+    """Raise ConfigError if engines are to sleep, and no trainer shares their GPUs."""
+    if config.engine.lends and placement.kind == "split":
+        raise ConfigError(
+            f"engine.sleep={config.engine.sleep} lends memory to a trainer on the same GPU, and with this "
+            "placement no GPU has both.",
+            "Leave it out, or use placement=shared.",
+        )
+
+
+def require_waiting(config: TrainConfig, trainer: TrainerMemory, limit: int) -> None:
+    """Raise DoesNotFit if the trainer cannot even wait in the `limit` bytes beside engines that sample."""
+    lends, share = config.engine.lends, config.engine.gpu_memory_utilization
+    if lends is not None and limit < trainer.waiting(lends):
+        raise DoesNotFit(
+            f"A waiting trainer needs {gib(trainer.waiting(lends))}, and engines that are awake leave "
+            f"{gib(max(0, limit))} (engine.gpu_memory_utilization={share:g}).",
+            "Lower engine.gpu_memory_utilization, divide the model among more GPUs (engine.tensor_parallel), "
+            "or use trainer.offload=true.",
         )
 
 

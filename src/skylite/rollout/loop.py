@@ -186,12 +186,14 @@ async def lend_memory(session: Session, step: int) -> float:
     return time.monotonic() - started
 
 
-async def take_memory_back(session: Session, step: int) -> float:
-    """Wake the engines after the step. Returns the seconds."""
+async def take_memory_back(session: Session, queues: StepQueues, step: int) -> dict[str, float]:
+    """Wake the engines after the step, if they sleep. Returns the metric of what their sleep costs."""
+    if step not in queues.asleep_s:
+        return {}
     started = time.monotonic()
     await session.engines.wake()
     session.progress.event("engines_awake", step=step)
-    return time.monotonic() - started
+    return {"time/engine_sleep_s": queues.asleep_s.pop(step) + time.monotonic() - started}
 
 
 async def sample_unordered(session: Session, queues: StepQueues) -> int:
@@ -256,9 +258,7 @@ async def record_steps(session: Session, queues: StepQueues) -> int:
         progress.event("trainer_step_seen", step=step)
         _log_what_it_says(plan.run, trainer_step, step)
         progress.phase("syncing", adapter_name(step))
-        sleep_s: float | None = None
-        if step in queues.asleep_s:
-            sleep_s = queues.asleep_s.pop(step) + await take_memory_back(session, step)
+        turns = await take_memory_back(session, queues, step)
         adapter, load_s = await load_adapter(session, step)
         # A trainer may score held-out rows, or write a checkpoint, before the parent sees the step.
         other_s = sum(trainer_step.metrics.get(f"time/{work}_s", 0.0) for work in ("eval", "checkpoint"))
@@ -270,11 +270,9 @@ async def record_steps(session: Session, queues: StepQueues) -> int:
         trained[step], now = trainer_step.trained, time.monotonic()
         times = step_timings((recorded, now), queues, trained, step, sync_s)
         recorded = now
-        metrics = step_metrics(step, sampled, trainer_step.metrics, report, times)
+        metrics = step_metrics(step, sampled, trainer_step.metrics, report, times) | turns
         if not plan.config.algorithm.compares_groups:  # equal rewards say nothing of a signal
             metrics.pop("groups/zero_std_sampled_frac", None)
-        if sleep_s is not None:
-            metrics["time/engine_sleep_s"] = sleep_s
         metrics["restarts"] = sum(progress.restarts.values())
         bins = trainer_step.rollout_gaps.get("bins", ())
         if bins and not sampled.stored:
